@@ -1,0 +1,29 @@
+"""Qwen3.5/3.6/3.8 hybrid models (Gated DeltaNet + gated attention) in pure PyTorch, and their exact cache."""
+
+from .cache import Branch, HybridCache
+from .config import ModelConfig
+from .decode import Sampler, decode, greedy, prefill
+from .delta_rule import Factors, delta_chunked, delta_commit, delta_recurrent, delta_tree
+from .layer_cache import DeltaCache, KVCache
+from .model import Hidden, QwenGDN
+from .topology import Topology
+
+__all__ = [
+    "Branch",
+    "DeltaCache",
+    "Factors",
+    "Hidden",
+    "HybridCache",
+    "KVCache",
+    "ModelConfig",
+    "QwenGDN",
+    "Sampler",
+    "Topology",
+    "decode",
+    "delta_chunked",
+    "delta_commit",
+    "delta_recurrent",
+    "delta_tree",
+    "greedy",
+    "prefill",
+]

@@ -1,0 +1,41 @@
+"""Gated full attention of the hybrid: grouped queries, normed q and k, partial rotary, sigmoid output gate."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .config import ModelConfig
+from .lanes import AttentionLane
+from .norms import RMSNorm
+from .rope import Rotation, rotate
+
+
+class GatedAttention(nn.Module):
+    """o_proj(softmax(q k^T / sqrt(head_dim)) v · sigmoid(gate)); names are the checkpoint's."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        width = config.num_attention_heads * config.head_dim
+        kv_width = config.num_key_value_heads * config.head_dim
+        # per head: the query, then its gate
+        self.q_proj = nn.Linear(config.hidden_size, 2 * width, bias=False)
+        self.k_proj = nn.Linear(config.hidden_size, kv_width, bias=False)
+        self.v_proj = nn.Linear(config.hidden_size, kv_width, bias=False)
+        self.o_proj = nn.Linear(width, config.hidden_size, bias=False)
+        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+
+    def forward(self, x: Tensor, lane: AttentionLane, rope: Rotation, mask: Tensor | None, causal: bool) -> Tensor:
+        """x [B, T, D] -> [B, T, D]; `mask` and `causal` as in `Pass`."""
+        q, gate = self.q_proj(x).unflatten(-1, (-1, 2 * self.head_dim)).chunk(2, dim=-1)
+        k = self.k_proj(x).unflatten(-1, (-1, self.head_dim))
+        v = self.v_proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        q = rotate(self.q_norm(q).transpose(1, 2), rope)
+        k = rotate(self.k_norm(k).transpose(1, 2), rope)
+        keys, values = lane.extend(k, v)
+        out = F.scaled_dot_product_attention(
+            q, keys, values, attn_mask=mask, is_causal=causal, enable_gqa=True
+        ).transpose(1, 2)
+        gated: Tensor = self.o_proj((out * torch.sigmoid(gate)).flatten(2))
+        return gated

@@ -1,0 +1,310 @@
+"""The hybrid cache: committed memory of all layers, one speculative window, exact rollback.
+
+The hybrid law: recurrent state can be extended, and it can be recomputed from stored factors; it can never be
+trimmed. So a forward over a tree only fills a window, `commit` extends committed memory by exactly one root path
+of it, and `crop` recomputes states from a base state and the factors logged since.
+
+All that is committed hangs on one record. A forward or a commit computes the record's successor on the side and
+swaps it in by a single assignment, so an exception at any point, KeyboardInterrupt included, leaves the cache at
+its last committed length.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from .lanes import ChainAttention, ChainDelta, ChainLane, Pass, TreeAttention, TreeDelta, TreeLane
+from .layer_cache import DeltaCache, KVCache, LayerCache
+from .topology import Path, Topology
+
+
+@dataclass(frozen=True)
+class _Record:
+    """All that is committed, and the open window if there is one."""
+
+    length: int
+    floor: int
+    layers: tuple[LayerCache, ...]
+    window: "Branch | None" = None
+
+
+class Branch:
+    """A speculative window over the N nodes of a topology; made by `HybridCache.branch`.
+
+    One forward fills it, then `HybridCache.commit` or `discard` closes it. It owns its storage.
+    """
+
+    def __init__(self, cache: "HybridCache", topology: Topology) -> None:
+        self.topology = topology
+        self._cache = cache
+        self._filled: tuple[TreeLane, ...] | None = None
+
+    @property
+    def batch(self) -> int:
+        return self._cache.batch
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the window: factors, columns and KV rows of its nodes; 0 until the forward has filled it."""
+        return _storage_bytes(t for lane in self._filled or () for t in lane.tensors())
+
+    def begin(self, batch: int, count: int) -> Pass[TreeLane]:
+        """The view of memory for this window's forward. Changes nothing.
+
+        Raises:
+            RuntimeError: the window is closed, or its forward has been run.
+            ValueError: batch or node count differ from the window's.
+        """
+        if not self._cache.holds(self):
+            raise RuntimeError("this window is closed: it was committed or discarded; open one with cache.branch")
+        if self._filled is not None:
+            raise RuntimeError("this window's forward has been run: commit or discard it, then branch again")
+        if (batch, count) != (self.batch, len(self.topology)):
+            raise ValueError(
+                f"tokens of shape [{batch}, {count}] for a window of shape [{self.batch}, {len(self.topology)}]; "
+                "pass one token for each node"
+            )
+        return self._cache.tree_pass(self.topology)
+
+    def finish(self, done: Pass[TreeLane]) -> None:
+        """Keeps what the forward computed."""
+        self._filled = done.lanes
+
+    def lanes(self) -> tuple[TreeLane, ...]:
+        """What the forward computed for each layer; RuntimeError before it."""
+        if self._filled is None:
+            raise RuntimeError("commit before the window's forward: run model(tokens, branch) first, or discard")
+        return self._filled
+
+
+class HybridCache:
+    """Memory of a hybrid model for B sequences of equal length; made by `QwenGDN.new_cache`.
+
+    It is a sequence of typed layer caches (`KVCache | DeltaCache`), and the only owner of position: `length` counts
+    committed tokens and moves in a chain forward, in `commit` and in `crop` alone.
+
+    Args:
+        layers: empty memory of every layer.
+        capacity: the most tokens that can be committed.
+        rollback: how many of the last tokens `crop` can always take back.
+    """
+
+    def __init__(self, layers: Iterable[LayerCache], capacity: int, rollback: int) -> None:
+        self._now = _Record(0, 0, tuple(layers))
+        self.capacity = capacity
+        self.rollback = rollback
+
+    @property
+    def layers(self) -> tuple[LayerCache, ...]:
+        return self._now.layers
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    def __getitem__(self, layer: int) -> LayerCache:
+        return self.layers[layer]
+
+    def __iter__(self) -> Iterator[LayerCache]:
+        return iter(self.layers)
+
+    def __repr__(self) -> str:
+        return (
+            f"HybridCache(length={self.length}, capacity={self.capacity}, batch={self.batch}, "
+            f"layers={len(self)}, rollback={self.rollback})"
+        )
+
+    @property
+    def length(self) -> int:
+        """Number of committed tokens."""
+        return self._now.length
+
+    @property
+    def crop_floor(self) -> int:
+        """The lowest length above 0 that `crop` can reach."""
+        return self._now.floor
+
+    @property
+    def batch(self) -> int:
+        return self._any_tensor.shape[0]
+
+    @property
+    def device(self) -> torch.device:
+        return self._any_tensor.device
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all storage held: layers, rollback log and an open window."""
+        window = self._now.window
+        return _storage_bytes(t for layer in self for t in layer.tensors()) + (window.nbytes if window else 0)
+
+    def begin(self, batch: int, count: int) -> Pass[ChainLane]:
+        """The view of memory for a forward over `count` tokens that follow the committed ones.
+
+        Raises:
+            RuntimeError: a window is open.
+            ValueError: the batch differs, or the tokens exceed the capacity.
+        """
+        self._refuse_open_window("a chain forward")
+        if batch != self.batch:
+            raise ValueError(f"tokens have batch {batch}, the cache has {self.batch}; make it with batch={batch}")
+        self._check_room(count, "tokens")
+        length, device = self.length, self.device
+        lower_right = length > 0 and count > 1
+        return Pass(
+            positions=torch.arange(length, length + count, device=device),
+            mask=torch.ones(count, length + count, dtype=torch.bool, device=device).tril(length)
+            if lower_right
+            else None,
+            causal=count > 1 and not lower_right,
+            lanes=tuple(
+                ChainAttention(layer, length) if isinstance(layer, KVCache) else ChainDelta(layer) for layer in self
+            ),
+        )
+
+    def finish(self, done: Pass[ChainLane]) -> None:
+        """Commits what the forward computed."""
+        self._extend(len(done.positions), (lane.committed() for lane in done.lanes))
+
+    def branch(self, topology: Topology) -> Branch:
+        """Opens a window over the nodes of `topology`, whose root follows the committed tokens.
+
+        Raises:
+            RuntimeError: a window is open already.
+            ValueError: the deepest node would not fit the capacity.
+        """
+        self._refuse_open_window("a second branch")
+        self._check_room(topology.max_depth + 1, "levels of the tree")
+        window = Branch(self, topology)
+        self._now = replace(self._now, window=window)
+        return window
+
+    def holds(self, window: Branch) -> bool:
+        """Whether `window` is the open one."""
+        return self._now.window is window
+
+    def tree_pass(self, topology: Topology) -> Pass[TreeLane]:
+        """The view of memory for a forward over the nodes of a window."""
+        length, device = self.length, self.device
+        ancestors = topology.ancestors.to(device)
+        prefix = torch.ones(len(topology), length, dtype=torch.bool, device=device)
+        widths = {layer.columns.shape[1] + 1 for layer in self if isinstance(layer, DeltaCache)}
+        windows = {width: topology.windows(width).to(device) for width in widths}
+        return Pass(
+            positions=topology.depths.to(device) + length,
+            mask=torch.cat((prefix, ancestors), dim=1),
+            causal=False,
+            lanes=tuple(
+                TreeAttention(layer, length)
+                if isinstance(layer, KVCache)
+                else TreeDelta(layer, ancestors, windows[layer.columns.shape[1] + 1])
+                for layer in self
+            ),
+        )
+
+    def commit(self, path: Path) -> None:
+        """Keeps the nodes of a root path, root first, and closes the window; `[]` keeps nothing.
+
+        Raises:
+            RuntimeError: no window is open, or its forward has not been run.
+            ValueError: `path` is no root path of the window's topology. Nothing is changed.
+        """
+        window = self._now.window
+        if window is None:
+            raise RuntimeError("commit without a window: open one with cache.branch and run its forward")
+        lanes = window.lanes()
+        path = window.topology.check_path(path)
+        if not path:
+            return self.discard()
+        nodes = torch.tensor(path, device=self.device)
+        self._extend(len(path), (lane.committed(nodes) for lane in lanes))
+
+    def discard(self) -> None:
+        """Drops the open window, if there is one; committed memory was never touched by it."""
+        self._now = replace(self._now, window=None)
+
+    def crop(self, length: int) -> None:
+        """Takes back the tokens from `length` on, exactly. `crop(0)` empties the cache.
+
+        Raises:
+            RuntimeError: a window is open.
+            ValueError: `length` cannot be reached. Nothing is changed.
+        """
+        self._refuse_open_window("a crop")
+        now = self._now
+        if not 0 <= length <= now.length:
+            raise ValueError(f"crop to {length}: the cache holds {now.length} tokens, so pass 0 to {now.length}")
+        if length == 0:
+            self._now = _Record(0, 0, tuple(layer.emptied() for layer in self))
+        elif length < now.floor:
+            raise ValueError(
+                f"crop to {length}: recurrent state cannot be trimmed, and it can be recomputed from {now.floor} on "
+                f"only; make the cache with new_cache(..., rollback={now.length - length})"
+            )
+        elif length < now.length:
+            layers = tuple(layer.at(length - now.floor) for layer in self)
+            self._now = _Record(length, now.floor, layers)
+
+    def fork(self) -> "HybridCache":
+        """An independent copy that shares no storage with this cache.
+
+        Raises:
+            RuntimeError: a window is open.
+        """
+        self._refuse_open_window("a fork")
+        copy = HybridCache((), self.capacity, self.rollback)
+        copy._now = replace(self._now, layers=tuple(layer.clone() for layer in self))
+        return copy
+
+    def check(self) -> None:
+        """Raises ValueError if layers disagree in batch, capacity, dtype or device, or a state is not finite."""
+        _agree("batch", [layer.tensors()[0].shape[0] for layer in self])
+        _agree("device", [layer.tensors()[0].device for layer in self])
+        _agree("dtype", [(layer.keys if isinstance(layer, KVCache) else layer.columns).dtype for layer in self])
+        _agree(
+            "capacity",
+            [layer.keys.shape[2] if isinstance(layer, KVCache) else self.capacity for layer in self],
+        )
+        for i, layer in enumerate(self):
+            if isinstance(layer, DeltaCache) and not bool(layer.state.isfinite().all()):
+                raise ValueError(f"cache: the state of layer {i} is not finite at length {self.length}")
+
+    @property
+    def _any_tensor(self) -> Tensor:
+        return self.layers[0].tensors()[0]
+
+    def _extend(self, count: int, layers: Iterable[LayerCache]) -> None:
+        """Swaps in the record `count` tokens further on, and with it closes the window."""
+        now = self._now
+        length = now.length + count
+        extended = tuple(layers)
+        floor = now.floor if self.rollback else length
+        # Raising the floor costs a product a layer, so it waits until twice the promised tokens are logged.
+        if length - floor > 2 * self.rollback:
+            floor = length - self.rollback
+            extended = tuple(layer.with_floor(floor - now.floor) for layer in extended)
+        self._now = _Record(length, floor, extended)
+
+    def _refuse_open_window(self, what: str) -> None:
+        if self._now.window is not None:
+            raise RuntimeError(f"{what} while a window is open: commit or discard it first")
+
+    def _check_room(self, count: int, unit: str) -> None:
+        if self.length + count > self.capacity:
+            raise ValueError(
+                f"cache: {self.length} committed tokens and {count} more {unit} exceed its capacity of "
+                f"{self.capacity}; make it with new_cache({self.length + count}) or more"
+            )
+
+
+def _agree(what: str, values: list[object]) -> None:
+    for i, value in enumerate(values):
+        if value != values[0]:
+            raise ValueError(f"cache: layers disagree in {what}: layer 0 has {values[0]}, layer {i} has {value}")
+
+
+def _storage_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of the distinct storages behind the tensors, so that a view counts all that it keeps alive."""
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    return sum(storages.values())

@@ -1,0 +1,34 @@
+"""Depthwise causal convolution over a chain, or over a tree by a gather. No bias, no activation.
+
+Both take the pre-convolution columns of the last W − 1 committed tokens in front of the new ones, oldest first.
+"""
+
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def chain_conv(columns: Tensor, weight: Tensor) -> Tensor:
+    """Convolves T tokens that follow each other.
+
+    Args:
+        columns: [B, W − 1 + T, C].
+        weight: [C, 1, W]; the last tap meets the newest column.
+
+    Returns:
+        [B, T, C].
+    """
+    return F.conv1d(columns.transpose(1, 2), weight, groups=weight.shape[0]).transpose(1, 2)
+
+
+def tree_conv(columns: Tensor, weight: Tensor, windows: Tensor) -> Tensor:
+    """Convolves N nodes of a tree, each over its own column and those of its nearest ancestors.
+
+    Args:
+        columns: [B, W − 1 + N, C].
+        weight: [C, 1, W].
+        windows: int64 [N, W], rows of `columns` per node (`Topology.windows`).
+
+    Returns:
+        [B, N, C].
+    """
+    return (columns[:, windows] * weight.squeeze(1).t()).sum(dim=2)

@@ -1,0 +1,126 @@
+"""Plain decoding: one token a forward, no drafts, no window. It is the oracle of everything faster.
+
+It keeps the law of every decoding loop here: the last token emitted is not in the cache, so at any time, however
+a generation ends, `cache.length` is the number of prompt and emitted tokens minus one (plus what the cache held
+before).
+"""
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from .cache import HybridCache
+from .model import Hidden, LayerId, QwenGDN
+
+PREFILL_WINDOW = 2048
+
+Sampler = Callable[[Tensor], Tensor]
+"""Draws one token id for each row of logits: [N, vocab] -> int64 [N]."""
+
+
+def greedy(logits: Tensor) -> Tensor:
+    """The likeliest token of each row; of equal ones the lowest id. [N, vocab] -> [N]."""
+    return logits.argmax(dim=-1)
+
+
+def decode(
+    model: QwenGDN,
+    prompt_ids: Sequence[int] | Tensor,
+    *,
+    max_new_tokens: int,
+    stop_ids: Collection[int] = (),
+    sampler: Sampler = greedy,
+    cache: HybridCache | None = None,
+) -> Iterator[int]:
+    """Emits up to `max_new_tokens` token ids; a stop id is emitted and ends it.
+
+    Args:
+        prompt_ids: ids, a sequence or a tensor [T] or [1, T], of at least one token.
+        cache: memory to continue from; the prompt follows what it holds. None makes one of the right size.
+
+    Raises:
+        ValueError: at the call, before any forward: an empty prompt, an id outside the vocabulary, a negative
+            count, a cache of another batch or too small.
+    """
+    prompt = checked_prompt(model, prompt_ids, max_new_tokens)
+    cache = fitting_cache(model, cache, prompt.shape[1] + max_new_tokens - 1)
+    return _decode(model, prompt, max_new_tokens, frozenset(stop_ids), sampler, cache)
+
+
+@torch.no_grad()
+def _decode(
+    model: QwenGDN, prompt: Tensor, count: int, stop_ids: frozenset[int], sampler: Sampler, cache: HybridCache
+) -> Iterator[int]:
+    if count == 0:
+        prefill(model, prompt[:, :-1], cache)
+        return
+    last = prefill(model, prompt, cache)
+    while True:
+        token = int(sampler(model.logits(last)))
+        count -= 1
+        yield token
+        if count == 0 or token in stop_ids:
+            return
+        last = model(torch.tensor([[token]]), cache).final[:, -1]
+
+
+def prefill(
+    model: QwenGDN,
+    prompt: Tensor,
+    cache: HybridCache,
+    *,
+    window: int = PREFILL_WINDOW,
+    capture: Sequence[LayerId] = (),
+    on_window: Callable[[Hidden], object] = lambda hidden: None,
+) -> Tensor:
+    """Commits a prompt window by window, so that memory is bounded by the window and not by the prompt.
+
+    Args:
+        prompt: int64 [B, T]; T = 0 does nothing.
+        on_window: called with what each forward returned, captured layers included, once it is committed.
+
+    Returns:
+        the last token's final hidden state, [B, D] (empty for T = 0).
+    """
+    last = prompt.new_empty(prompt.shape[0], 0)
+    for part in prompt.split(window, dim=1) if prompt.shape[1] else ():
+        hidden = model(part, cache, capture=capture)
+        on_window(hidden)
+        last = hidden.final[:, -1]
+    return last
+
+
+def checked_prompt(model: QwenGDN, prompt_ids: Sequence[int] | Tensor, max_new_tokens: int) -> Tensor:
+    """The prompt as int64 [1, T] on the CPU; ValueError names what is wrong with it or with the count."""
+    if max_new_tokens < 0:
+        raise ValueError(f"max_new_tokens must be 0 or more, got {max_new_tokens}")
+    prompt = torch.as_tensor(prompt_ids).detach().cpu()
+    if prompt.numel() == 0:
+        raise ValueError("the prompt is empty: give at least one token id")
+    if (
+        prompt.is_floating_point()
+        or prompt.dtype == torch.bool
+        or prompt.dim() not in (1, 2)
+        or (prompt.dim() == 2 and prompt.shape[0] != 1)
+    ):
+        raise ValueError(f"prompt_ids must be integers of shape [T] or [1, T], got {prompt.dtype} {list(prompt.shape)}")
+    vocab = model.config.vocab_size
+    wrong = prompt[(prompt < 0) | (prompt >= vocab)]
+    if wrong.numel():
+        raise ValueError(f"prompt_ids: token id {int(wrong[0])} is outside the vocabulary [0, {vocab})")
+    return prompt.reshape(1, -1).long()
+
+
+def fitting_cache(model: QwenGDN, cache: HybridCache | None, count: int) -> HybridCache:
+    """The given cache if `count` more tokens fit into it, or a new one of that size."""
+    if cache is None:
+        return model.new_cache(max(count, 1))
+    if cache.batch != 1:
+        raise ValueError(f"decoding takes a cache of batch 1, got batch {cache.batch}")
+    if cache.length + count > cache.capacity:
+        raise ValueError(
+            f"cache: {cache.length} committed tokens and {count} to come exceed its capacity of {cache.capacity}; "
+            f"make it with new_cache({cache.length + count}) or more"
+        )
+    return cache

@@ -1,0 +1,252 @@
+"""The gated delta rule over tokens, chunks and trees: pure functions, no module, no cache.
+
+Per value head, with log-decay g <= 0, write strength β, l2-normalised k and q (q scaled by K^-1/2 here) and
+parent p(i), the recurrence is (Gated Delta Networks, arXiv 2412.06464, equation 10)
+
+    S_i = e^{g_i} S_p(i) + k_i u_i^T,   u_i = β_i (v_i − e^{g_i} S_p(i)^T k_i),   o_i = S_i^T q_i.
+
+With G_i the sum of g along root..i and S_0 the state at the root's parent, all nodes follow at once:
+
+    (I + X) U = diag(β)(V − diag(e^G) K S_0)     X_ij = β_i e^{G_i−G_j} k_i·k_j   for strict ancestors j of i
+    O = diag(e^G) Q S_0 + Y U                     Y_ij = e^{G_i−G_j} q_i·k_j       for ancestors-or-self j
+
+so a chain is the tree whose mask is full lower-triangular, and one token is N = 1. Nothing else per node is
+needed to reach the state of any node later: S_a = e^{G_a} S_0 + Σ_j e^{G_a−G_j} k_j u_j^T over its path.
+
+G_i − G_j is always summed over the nodes between, never taken as a difference of two sums (which cancels
+under strong decay), and masked to −inf before exp (a non-ancestor's difference can be large and positive).
+
+Shapes: q, k [B, T, H_k, K]; v [B, T, H, V]; log_decay, beta [B, T, H]; state [B, H, K, V]; value head h pairs
+with key head h // (H / H_k). All arithmetic is float32, or float64 if v is. `state=None` means zeros.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .norms import at_least_float32
+from .topology import Path, Topology
+
+
+class Factors(NamedTuple):
+    """What is kept of each node: its state is a sum of these along its path.
+
+    k [B, N, H_k, K] (per key head), u [B, N, H, V] (what the node wrote), log_decay [B, N, H] (its own g).
+    """
+
+    k: Tensor
+    u: Tensor
+    log_decay: Tensor
+
+    def take(self, nodes: Tensor | slice) -> "Factors":
+        """Factors of some nodes, in the order given."""
+        return Factors(self.k[:, nodes], self.u[:, nodes], self.log_decay[:, nodes])
+
+
+def delta_recurrent(
+    q: Tensor, k: Tensor, v: Tensor, *, log_decay: Tensor, beta: Tensor, state: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The recurrence token by token: slow, and the oracle of everything else in this file.
+
+    Returns:
+        outputs [B, T, H, V] and the final state [B, H, K, V].
+    """
+    q, k, v, log_decay, beta = map(at_least_float32, (q, k, v, log_decay, beta))
+    group = v.shape[2] // k.shape[2]
+    q = q.repeat_interleave(group, dim=2) * q.shape[-1] ** -0.5
+    k = k.repeat_interleave(group, dim=2)
+    S = _zeros(k, v) if state is None else state
+    outputs = []
+    for t in range(v.shape[1]):
+        S = S * log_decay[:, t, :, None, None].exp()
+        read = torch.einsum("bhkv,bhk->bhv", S, k[:, t])
+        u = (v[:, t] - read) * beta[:, t, :, None]
+        S = S + torch.einsum("bhk,bhv->bhkv", k[:, t], u)
+        outputs.append(torch.einsum("bhkv,bhk->bhv", S, q[:, t]))
+    return torch.stack(outputs, dim=1), S
+
+
+def delta_chunked(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    log_decay: Tensor,
+    beta: Tensor,
+    state: Tensor | None,
+    chunk_size: int = 64,
+) -> tuple[Tensor, Tensor]:
+    """`delta_recurrent` chunk by chunk, the state carried across chunks (and, by the caller, across calls)."""
+    outputs, final, _ = delta_chain(q, k, v, log_decay=log_decay, beta=beta, state=state, chunk_size=chunk_size)
+    return outputs, final
+
+
+def delta_chain(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    log_decay: Tensor,
+    beta: Tensor,
+    state: Tensor | None,
+    chunk_size: int = 64,
+) -> tuple[Tensor, Tensor, Factors]:
+    """`delta_chunked` that also returns the factors of every token, from which any state between follows."""
+    q, k, v, log_decay, beta = map(at_least_float32, (q, k, v, log_decay, beta))
+    T = v.shape[1]
+    C = min(chunk_size, T)
+    S = _by_key_head(_zeros(k, v) if state is None else state, k.shape[2])
+    # Padding is inert: with k, β and g zero a row neither writes, nor decays, nor is read by another.
+    parts = (_chunks(x, C) for x in (q, k, v, log_decay, beta))
+    window = _Window.build(torch.ones(C, C, dtype=torch.bool, device=v.device).tril(), *parts)
+    # (I + X)^-1 applied to both terms of the right-hand side, so that only products depend on the state.
+    V_rows, K_rows = window.solve_parts()
+    outputs, writes = [], []
+    for c in range(V_rows.shape[1]):
+        u = V_rows[:, c] - K_rows[:, c] @ S
+        outputs.append(window.decay[:, c] * (window.q[:, c] @ S) + window.y[:, c] @ u)
+        writes.append(u)
+        S = _absorb(S, window.k[:, c], u, window.log_decay[:, c])
+    out, u = (_token_first(torch.stack(x, dim=1))[:, :T] for x in (outputs, writes))
+    return out, S.flatten(1, 2), Factors(k, u, log_decay)
+
+
+def delta_tree(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    log_decay: Tensor,
+    beta: Tensor,
+    state: Tensor | None,
+    topology: Topology,
+) -> tuple[Tensor, Factors]:
+    """All nodes of a tree at once, from the one state at the root's parent, which is only read.
+
+    Returns:
+        outputs [B, N, H, V] and the factors that `delta_commit` needs.
+    """
+    return delta_window(q, k, v, log_decay=log_decay, beta=beta, state=state, ancestors=topology.ancestors.to(v.device))
+
+
+def delta_window(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    log_decay: Tensor,
+    beta: Tensor,
+    state: Tensor | None,
+    ancestors: Tensor,
+) -> tuple[Tensor, Factors]:
+    """`delta_tree` for a tree given by its ancestor-or-self mask, bool [N, N] on the tensors' device."""
+    q, k, v, log_decay, beta = map(at_least_float32, (q, k, v, log_decay, beta))
+    S = _by_key_head(_zeros(k, v) if state is None else state, k.shape[2])
+    window = _Window.build(ancestors, *(x[:, None] for x in (q, k, v, log_decay, beta))).squeeze()
+    from_state = torch.cat((window.q, window.k), dim=-2) @ S
+    q_read, k_read = from_state.chunk(2, dim=-2)
+    u = window.solve(window.beta * (window.v - window.decay * k_read))
+    out = window.decay * q_read + window.y @ u
+    out, u = _token_first(out[:, None]), _token_first(u[:, None])
+    return out, Factors(k, u, log_decay)
+
+
+def delta_commit(state: Tensor, factors: Factors, path: Path) -> Tensor:
+    """The state after the nodes of a root path, from the state before the root.
+
+    Args:
+        state: [B, H, K, V].
+        path: node indices, root first; `[]` returns the state itself.
+    """
+    nodes = torch.as_tensor(path, dtype=torch.long, device=state.device)
+    return absorb(state, factors.take(nodes))
+
+
+def absorb(state: Tensor, factors: Factors) -> Tensor:
+    """The state after a row of tokens, all of `factors` in order; the state itself if there are none."""
+    if factors.k.shape[1] == 0:
+        return state
+    group = state.shape[1] // factors.k.shape[2]
+    k = factors.k.transpose(1, 2).unsqueeze(2)
+    u = factors.u.transpose(1, 2).unflatten(1, (-1, group))
+    g = factors.log_decay.transpose(1, 2).unflatten(1, (-1, group))
+    return _absorb(_by_key_head(state, factors.k.shape[2]), k, u, g).flatten(1, 2)
+
+
+def _absorb(S: Tensor, k: Tensor, u: Tensor, g: Tensor) -> Tensor:
+    """S [B, H_k, R, K, V], k [B, H_k, 1, N, K], u [B, H_k, R, N, V], g [B, H_k, R, N] -> the state after N rows."""
+    # decay from just after row j to the last row, summed backwards so that nothing cancels
+    after = F.pad(g[..., 1:], (0, 1)).flip(-1).cumsum(-1).flip(-1)
+    return S * g.sum(-1).exp()[..., None, None] + k.transpose(-1, -2) @ (u * after.exp()[..., None])
+
+
+class _Window(NamedTuple):
+    """One window of N rows in head-first layout, with C windows side by side: [B, C, H_k, R or 1, N, ...]."""
+
+    q: Tensor  # [..., 1, N, K], scaled
+    k: Tensor  # [..., 1, N, K]
+    v: Tensor  # [..., R, N, V]
+    log_decay: Tensor  # [..., R, N]
+    beta: Tensor  # [..., R, N, 1]
+    decay: Tensor  # [..., R, N, 1], e^G
+    x: Tensor  # [..., R, N, N], strictly lower triangular
+    y: Tensor  # [..., R, N, N], lower triangular
+
+    @classmethod
+    def build(cls, mask: Tensor, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor) -> "_Window":
+        """From the ancestor-or-self mask, bool [N, N], and token-first parts [B, C, N, heads, ...]."""
+        heads = k.shape[3]
+        q = q.transpose(2, 3).unsqueeze(3) * q.shape[-1] ** -0.5
+        k = k.transpose(2, 3).unsqueeze(3)
+        v = v.transpose(2, 3).unflatten(2, (heads, -1))
+        g = log_decay.transpose(2, 3).unflatten(2, (heads, -1))
+        beta = beta.transpose(2, 3).unflatten(2, (heads, -1)).unsqueeze(-1)
+        along = mask.to(g.dtype)
+        # sum of g over the nodes after j on the path to i: one product, each term a plain sum of g
+        between = along @ (g[..., None] * along.tril(-1))
+        weights = between.masked_fill(~mask, float("-inf")).exp()
+        decay = (along @ g[..., None]).exp()
+        y, x = (torch.cat((q, k), dim=-2) @ k.transpose(-1, -2)).chunk(2, dim=-2)
+        return cls(q, k, v, g, beta, decay, x=(beta * weights * x).tril(-1), y=weights * y)
+
+    def squeeze(self) -> "_Window":
+        """The one window there is, without its C dimension."""
+        return _Window(*(part.squeeze(1) for part in self))
+
+    def solve(self, rhs: Tensor) -> Tensor:
+        """(I + X)^-1 rhs; the unit diagonal is implied, never stored."""
+        if rhs.shape[-2] == 1:
+            return rhs  # X is the 1 × 1 zero matrix
+        solved: Tensor = torch.linalg.solve_triangular(self.x, rhs, upper=False, unitriangular=True)
+        return solved
+
+    def solve_parts(self) -> tuple[Tensor, Tensor]:
+        """(I + X)^-1 diag(β) V and (I + X)^-1 diag(β e^G) K, [..., R, N, V] and [..., R, N, K]."""
+        rhs = torch.cat((self.beta * self.v, self.beta * self.decay * self.k), dim=-1)
+        width = self.v.shape[-1]
+        solved = self.solve(rhs)
+        return solved[..., :width], solved[..., width:]
+
+
+def _chunks(x: Tensor, size: int) -> Tensor:
+    """[B, T, ...] to [B, chunks, size, ...], zero-padded at the end."""
+    missing = -x.shape[1] % size
+    if missing:
+        x = F.pad(x, (0, 0) * (x.dim() - 2) + (0, missing))
+    return x.view(x.shape[0], -1, size, *x.shape[2:])
+
+
+def _token_first(x: Tensor) -> Tensor:
+    """[B, C, H_k, R, N, V] to [B, C·N, H, V]."""
+    return x.flatten(2, 3).transpose(2, 3).flatten(1, 2)
+
+
+def _by_key_head(state: Tensor, key_heads: int) -> Tensor:
+    """[B, H, K, V] to [B, H_k, R, K, V], the R value heads of a key head side by side."""
+    return state.view(state.shape[0], key_heads, -1, *state.shape[2:])
+
+
+def _zeros(k: Tensor, v: Tensor) -> Tensor:
+    return v.new_zeros(v.shape[0], v.shape[2], k.shape[-1], v.shape[-1])

@@ -1,0 +1,181 @@
+"""The hybrid text model: embedding, layers, final norm, head. It knows caches and topologies, never drafts."""
+
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .attention import GatedAttention
+from .cache import Branch, HybridCache
+from .config import LayerType, ModelConfig
+from .deltanet import GatedDeltaNet
+from .lanes import FreshAttention, FreshDelta, Memory, Pass
+from .layer_cache import KVCache, LayerCache, empty_delta_cache
+from .mlp import MLP
+from .norms import RMSNorm
+from .rope import Rotation, rotation
+
+LayerId = int | Literal["final"]
+
+
+class Hidden(NamedTuple):
+    """What a forward returns.
+
+    final: [B, T, D] after the final norm.
+    captured: the asked layers' outputs (the residual stream, before any further norm), each [B, T, D].
+    """
+
+    final: Tensor
+    captured: tuple[Tensor, ...]
+
+
+class DecoderLayer(nn.Module):
+    """Pre-norm residual wiring; the layer's kind supplies the mixer alone."""
+
+    def __init__(self, config: ModelConfig, kind: LayerType) -> None:
+        super().__init__()
+        self.kind = kind
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        if kind == "linear_attention":
+            self.linear_attn = GatedDeltaNet(config)
+        else:
+            self.self_attn = GatedAttention(config)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = MLP(config.hidden_size, config.intermediate_size)
+
+    def forward(self, x: Tensor, lane: Any, rope: Rotation, view: Pass[Any]) -> Tensor:
+        normed = self.input_layernorm(x)
+        if self.kind == "linear_attention":
+            x = x + self.linear_attn(normed, lane)
+        else:
+            x = x + self.self_attn(normed, lane, rope, view.mask, view.causal)
+        out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        return out
+
+
+class QwenGDN(nn.Module):
+    """A Qwen3.5/3.6/3.8 dense hybrid. Parameters carry the checkpoint's names below its prefix.
+
+    Three ways to call it, all through the same layers:
+        model(tokens)                    no memory before or after; differentiable
+        model(tokens, cache)             tokens follow the committed ones and are committed
+        model(tokens, cache.branch(t))   tokens are the nodes of a tree; committed memory is only read
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(DecoderLayer(config, kind) for kind in config.layer_types)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.lm_head = (
+            None if config.tie_word_embeddings else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        )
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of weights and activations."""
+        return self.embed_tokens.weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.embed_tokens.weight.device
+
+    def forward(
+        self, tokens: Tensor, memory: HybridCache | Branch | None = None, *, capture: Sequence[LayerId] = ()
+    ) -> Hidden:
+        """Runs the layers over new tokens.
+
+        Args:
+            tokens: integers [B, T], or [T] for a batch of one. For a branch T is its number of nodes.
+            memory: the cache to extend, the branch to fill, or None.
+            capture: layer ids (0-based; id L is the output of layer L) whose outputs to return, in this order;
+                `"final"` is the state after the final norm.
+
+        Raises:
+            ValueError: tokens or layer ids are not what the model or the cache can take. Nothing is changed.
+            RuntimeError: a window is open, or the branch is closed or was run before. Nothing is changed.
+        """
+        tokens = self._checked_tokens(tokens)
+        capture = self._checked_layers(capture)
+        if memory is None:
+            return self._run(tokens, self._fresh_pass(tokens.shape[1]), capture)
+        with torch.no_grad():
+            return self._remember(tokens, memory, capture)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """The head: [..., D] -> [..., vocab]."""
+        head = self.embed_tokens if self.lm_head is None else self.lm_head
+        return F.linear(hidden, head.weight)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Token embeddings: integers [...] -> [..., D]."""
+        return F.embedding(tokens, self.embed_tokens.weight)
+
+    def new_cache(self, capacity: int, batch: int = 1, rollback: int = 0) -> HybridCache:
+        """Empty memory for `batch` sequences of up to `capacity` tokens, on the model's device.
+
+        Args:
+            rollback: how many of the last tokens `crop` must be able to take back; costs their factors.
+
+        Raises:
+            ValueError: a number is negative, or capacity or batch is 0.
+        """
+        for name, value, least in (("capacity", capacity, 1), ("batch", batch, 1), ("rollback", rollback, 0)):
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise ValueError(f"new_cache: {name} must be an integer of at least {least}, got {value!r}")
+        layers = (self._empty_layer(kind, capacity, batch, rollback > 0) for kind in self.config.layer_types)
+        return HybridCache(layers, capacity, rollback)
+
+    def _remember(self, tokens: Tensor, memory: Memory, capture: Sequence[LayerId]) -> Hidden:
+        view = memory.begin(*tokens.shape)
+        hidden = self._run(tokens, view, capture)
+        memory.finish(view)
+        return hidden
+
+    def _run(self, tokens: Tensor, view: Pass[Any], capture: Sequence[LayerId]) -> Hidden:
+        rope = rotation(view.positions, self.config.rotary_dim, self.config.rope_theta, self.dtype)
+        x = self.embed(tokens)
+        kept: dict[LayerId, Tensor] = {}
+        for i, (layer, lane) in enumerate(zip(self.layers, view.lanes, strict=True)):
+            x = layer(x, lane, rope, view)
+            if i in capture:
+                kept[i] = x
+        final = self.norm(x)
+        kept["final"] = final
+        return Hidden(final, tuple(kept[i] for i in capture))
+
+    def _fresh_pass(self, count: int) -> Pass[Any]:
+        lanes = (FreshDelta() if kind == "linear_attention" else FreshAttention() for kind in self.config.layer_types)
+        return Pass(torch.arange(count, device=self.device), mask=None, causal=True, lanes=tuple(lanes))
+
+    def _empty_layer(self, kind: LayerType, capacity: int, batch: int, logged: bool) -> LayerCache:
+        c, like = self.config, self.embed_tokens.weight.detach()
+        if kind == "full_attention":
+            shape = (batch, c.num_key_value_heads, capacity, c.head_dim)
+            return KVCache(like.new_zeros(shape), like.new_zeros(shape))
+        return empty_delta_cache(c, batch, like, logged)
+
+    def _checked_tokens(self, tokens: Tensor) -> Tensor:
+        if tokens.dim() == 1:
+            tokens = tokens[None]
+        if tokens.dim() != 2 or tokens.dtype not in (torch.int64, torch.int32) or tokens.numel() == 0:
+            raise ValueError(
+                f"tokens must be int64 or int32 of shape [B, T] with T > 0, got {tokens.dtype} {list(tokens.shape)}"
+            )
+        # On a device the check would cost a synchronisation; there the embedding's own assertion stands guard.
+        if tokens.device.type == "cpu":
+            low, high = (int(x) for x in tokens.aminmax())
+            if low < 0 or high >= self.config.vocab_size:
+                wrong = low if low < 0 else high
+                raise ValueError(f"token id {wrong} is outside the vocabulary [0, {self.config.vocab_size})")
+        return tokens.to(self.device)
+
+    def _checked_layers(self, capture: Sequence[LayerId]) -> Sequence[LayerId]:
+        count = len(self.layers)
+        for i in capture:
+            if i != "final" and not 0 <= i < count:
+                raise ValueError(f"capture: layer id {i} is outside [0, {count})")
+        return capture
