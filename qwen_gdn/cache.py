@@ -10,6 +10,7 @@ its last committed length.
 """
 
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -245,6 +246,20 @@ class HybridCache:
         elif length < now.length:
             layers = tuple(layer.at(length - now.floor) for layer in self)
             self._now = _Record(length, now.floor, layers)
+
+    @contextmanager
+    def transaction(self) -> Iterator[None]:
+        """Puts the cache back to where it was, window closed, if the body raises anything at all.
+
+        It costs nothing, since records are replaced whole and KV rows past the length are scratch. The body may
+        only extend the cache: rows cropped and written over are gone.
+        """
+        before = self._now
+        try:
+            yield
+        except BaseException:
+            self._now = before
+            raise
 
     def fork(self) -> "HybridCache":
         """An independent copy that shares no storage with this cache.

@@ -6,6 +6,7 @@ before).
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -17,6 +18,10 @@ PREFILL_WINDOW = 2048
 
 Sampler = Callable[[Tensor], Tensor]
 """Draws one token id for each row of logits: [N, vocab] -> int64 [N]."""
+
+
+OnStage = Callable[[str], AbstractContextManager[object]]
+"""Makes the context in which a named stage runs: a timer, a progress bar, or nothing."""
 
 
 def greedy(logits: Tensor) -> Tensor:
@@ -55,14 +60,14 @@ def _decode(
     if count == 0:
         prefill(model, prompt[:, :-1], cache)
         return
-    last = prefill(model, prompt, cache)
-    while True:
-        token = int(sampler(model.logits(last)))
-        count -= 1
+    step = prompt
+    for emitted in range(1, count + 1):
+        with cache.transaction():
+            token = int(sampler(model.logits(prefill(model, step, cache))))
         yield token
-        if count == 0 or token in stop_ids:
+        if emitted == count or token in stop_ids:
             return
-        last = model(torch.tensor([[token]]), cache).final[:, -1]
+        step = torch.tensor([[token]])
 
 
 def prefill(
@@ -73,19 +78,22 @@ def prefill(
     window: int = PREFILL_WINDOW,
     capture: Sequence[LayerId] = (),
     on_window: Callable[[Hidden], object] = lambda hidden: None,
+    on_stage: OnStage = nullcontext,
 ) -> Tensor:
     """Commits a prompt window by window, so that memory is bounded by the window and not by the prompt.
 
     Args:
         prompt: int64 [B, T]; T = 0 does nothing.
         on_window: called with what each forward returned, captured layers included, once it is committed.
+        on_stage: entered as `on_stage("prefill")` around each forward.
 
     Returns:
         the last token's final hidden state, [B, D] (empty for T = 0).
     """
     last = prompt.new_empty(prompt.shape[0], 0)
     for part in prompt.split(window, dim=1) if prompt.shape[1] else ():
-        hidden = model(part, cache, capture=capture)
+        with on_stage("prefill"):
+            hidden = model(part, cache, capture=capture)
         on_window(hidden)
         last = hidden.final[:, -1]
     return last

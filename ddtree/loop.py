@@ -1,0 +1,229 @@
+"""The speculative loop: propose, build, verify, sample, commit. It neither prints, times, nor decodes text.
+
+The root of a round is the last emitted token, not yet in the cache. The target verifies a whole draft tree in one
+forward over a branch, the sampler draws the target's own token at every node, and the walk follows the draws while
+the tree has them. So every emitted token is the target's own draw, whatever was proposed, and the output has the
+law of plain decoding; greedily it is plain decoding's output.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import nullcontext
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from qwen_gdn.cache import HybridCache
+from qwen_gdn.decode import PREFILL_WINDOW, OnStage, Sampler, checked_prompt, fitting_cache, greedy, prefill
+from qwen_gdn.model import Hidden, LayerId, QwenGDN
+
+from .tree import DraftTree, Prefix, Scores, accept, build_chain, build_tree
+
+Build = Callable[[int, Tensor | Scores, int], DraftTree]
+
+
+class Round(NamedTuple):
+    """What one round emitted.
+
+    tokens: the emitted ids; `len(tokens) == accepted + 1` unless a stop id or the token count cut it.
+    drafted: nodes put before the target, the root not counted.
+    accepted: drafted nodes that the target's draws followed, before any cut.
+    """
+
+    tokens: tuple[int, ...]
+    drafted: int
+    accepted: int
+
+
+class Proposer(Protocol):
+    """Anything that guesses what the target will write next. Bad guesses cost time, never correctness."""
+
+    @property
+    def layers(self) -> Sequence[LayerId]:
+        """Target layers it reads, in the order wanted: id L is the output of layer L, `"final"` the normed end."""
+
+    def bind(self, target: QwenGDN) -> None:
+        """Meets the target, once per generation: checks the pairing and keeps what it needs of it."""
+
+    def reset(self) -> None:
+        """Forgets all rows."""
+
+    def observe(self, features: Tensor) -> None:
+        """Receives [1, T, len(layers) · D] of newly committed tokens; every committed row comes exactly once."""
+
+    def propose(self, root: int) -> Tensor | Scores:
+        """Draft logits [L, vocab] of independent positions after `root`, or `Scores`; L = 0 proposes nothing."""
+
+
+class NoDrafts:
+    """Proposes nothing: plain decoding as a case of the loop."""
+
+    layers: Sequence[LayerId] = ()
+
+    def bind(self, target: QwenGDN) -> None:
+        self._nothing = torch.empty(0, target.config.vocab_size)
+
+    def reset(self) -> None:
+        pass
+
+    def observe(self, features: Tensor) -> None:
+        pass
+
+    def propose(self, root: int) -> Tensor:
+        return self._nothing
+
+
+def generate(
+    target: QwenGDN,
+    drafter: Proposer,
+    prompt_ids: Sequence[int] | Tensor,
+    *,
+    max_new_tokens: int,
+    budget: int = 15,
+    stop_ids: Collection[int] = (),
+    sampler: Sampler = greedy,
+    cache: HybridCache | None = None,
+    build: Build = build_tree,
+    prefill_window: int = PREFILL_WINDOW,
+    on_stage: OnStage = nullcontext,
+) -> Iterator[Round]:
+    """Generates round by round; the first round is the prefill's own token, with nothing drafted.
+
+    After every round, however the generation ends, the cache holds all prompt and emitted tokens but the last. A
+    round that raises leaves the cache where it was before that round.
+
+    Args:
+        drafter: a proposer; it is bound to the target here.
+        prompt_ids: ids, a sequence or a tensor [T] or [1, T], of at least one token.
+        budget: the most drafted nodes of a round, the root not counted; 0 is plain decoding.
+        stop_ids: the first of these that is emitted ends the generation, wherever in a round it stands.
+        cache: memory to continue from; the prompt follows what it holds, and the drafter is taken to have observed
+            just those rows. With None or an empty cache the drafter is reset.
+        build: makes a tree of at most `budget` nodes from a root and scores: `build_tree`, `build_chain` or your own.
+        prefill_window: tokens of the prompt per forward.
+        on_stage: entered with the name of each stage: prefill, draft, build, verify, sample, commit.
+
+    Raises:
+        ValueError: at the call, before any forward: the prompt, a number, the cache or the drafter does not fit.
+    """
+    prompt = checked_prompt(target, prompt_ids, max_new_tokens)
+    for name, value, least in (("budget", budget, 0), ("prefill_window", prefill_window, 1)):
+        if value < least:
+            raise ValueError(f"{name} must be {least} or more, got {value}")
+    cache = fitting_cache(target, cache, prompt.shape[1] + max_new_tokens - 1)
+    drafter.bind(target)
+    if cache.length == 0:
+        drafter.reset()
+    loop = _Loop(target, drafter, cache, sampler, frozenset(stop_ids), on_stage)
+    return loop.run(prompt, max_new_tokens, budget, build, prefill_window)
+
+
+class _Loop:
+    """The parts of one generation."""
+
+    def __init__(
+        self,
+        target: QwenGDN,
+        drafter: Proposer,
+        cache: HybridCache,
+        sampler: Sampler,
+        stop_ids: frozenset[int],
+        on_stage: OnStage,
+    ) -> None:
+        self.target = target
+        self.drafter = drafter
+        self.cache = cache
+        self.sampler = sampler
+        self.stop_ids = stop_ids
+        self.on_stage = on_stage
+
+    @torch.no_grad()
+    def run(self, prompt: Tensor, count: int, budget: int, build: Build, window: int) -> Iterator[Round]:
+        if count == 0:
+            self.prefill(prompt[:, :-1], window)
+            return
+        with self.cache.transaction():
+            last = self.prefill(prompt, window)
+            with self.on_stage("sample"):
+                root = int(self.sampler(self.target.logits(last)))
+        count -= 1
+        yield Round((root,), 0, 0)
+        while count and root not in self.stop_ids:
+            tree = self.draft(root, count - 1, budget, build)
+            with self.cache.transaction():
+                done = self.verify(tree, count)
+            root = done.tokens[-1]
+            count -= len(done.tokens)
+            yield done
+
+    def prefill(self, prompt: Tensor, window: int) -> Tensor:
+        def observe(hidden: Hidden) -> None:
+            self.drafter.observe(_features(hidden))
+
+        return prefill(
+            self.target,
+            prompt,
+            self.cache,
+            window=window,
+            capture=self.drafter.layers,
+            on_window=observe,
+            on_stage=self.on_stage,
+        )
+
+    def draft(self, root: int, depth: int, budget: int, build: Build) -> DraftTree:
+        """The round's tree, no deeper than what could still be emitted beside the bonus."""
+        if depth == 0 or budget == 0:
+            return build_chain(root, torch.empty(0, 1), 0)
+        with self.on_stage("draft"):
+            scores = _limited(self.drafter.propose(root), depth)
+        with self.on_stage("build"):
+            return build(root, scores, budget)
+
+    def verify(self, tree: DraftTree, count: int) -> Round:
+        """Runs the target over the tree, follows its draws, and keeps the root and the emitted tokens but the last."""
+        with self.on_stage("verify"):
+            hidden = self.forward(tree)
+            logits = self.target.logits(hidden.final[0])
+        with self.on_stage("sample"):
+            path, bonus = accept(tree, self.sampler(logits))
+            tokens = self.cut([*tree.tokens[path[1:]].tolist(), bonus], count)
+        with self.on_stage("commit"):
+            self.keep(tree, path[: len(tokens)], hidden)
+        return Round(tokens, drafted=len(tree.topology) - 1, accepted=len(path) - 1)
+
+    def forward(self, tree: DraftTree) -> Hidden:
+        """The tree through a window; a root alone needs none, since it is kept whatever is drawn."""
+        memory = self.cache if len(tree.topology) == 1 else self.cache.branch(tree.topology)
+        hidden: Hidden = self.target(tree.tokens, memory, capture=self.drafter.layers)
+        return hidden
+
+    def cut(self, tokens: list[int], count: int) -> tuple[int, ...]:
+        """What may be emitted: up to the first stop id, and no more than `count` tokens."""
+        stop = next((i + 1 for i, token in enumerate(tokens) if token in self.stop_ids), count)
+        return tuple(tokens[: min(stop, count)])
+
+    def keep(self, tree: DraftTree, path: list[int], hidden: Hidden) -> None:
+        if len(tree.topology) > 1:
+            self.cache.commit(path)
+        nodes = torch.tensor(path, device=hidden.final.device)
+        self.drafter.observe(_features(hidden)[:, nodes])
+
+
+class _Shallow:
+    """Path-dependent scores, with their depth limited."""
+
+    def __init__(self, scores: Scores, depth: int) -> None:
+        self._scores = scores
+        self.depth = min(scores.depth, depth)
+
+    def children(self, path: Prefix, /) -> tuple[Sequence[int] | Tensor, Sequence[float] | Tensor]:
+        return self._scores.children(path)
+
+
+def _limited(scores: Tensor | Scores, depth: int) -> Tensor | Scores:
+    return scores[:depth] if isinstance(scores, Tensor) else _Shallow(scores, depth)
+
+
+def _features(hidden: Hidden) -> Tensor:
+    """What a proposer observes of a forward, [1, T, layers · D]."""
+    return torch.cat(hidden.captured, dim=-1) if hidden.captured else hidden.final[..., :0]
