@@ -1,0 +1,230 @@
+"""The DFlash drafter: a small transformer that fills a block of masked positions in one pass.
+
+It reads the target's hidden states of committed tokens as context, and borrows the target's embedding and head.
+It knows no trees and no acceptance, and nothing it proposes can change what the target would write.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, Protocol, cast
+
+import torch
+from torch import Tensor, nn
+
+from qwen_gdn.config import ModelConfig
+from qwen_gdn.norms import PlainRMSNorm
+from qwen_gdn.rope import Rotation, rotation
+
+from .drafter_config import AttentionType, DFlashConfig, check_layer_ids
+from .drafter_layers import DrafterLayer, Rows, block_mask, fold_mask
+
+
+class Target(Protocol):
+    """What a drafter borrows from its target."""
+
+    @property
+    def config(self) -> ModelConfig: ...
+
+    def embed(self, tokens: Tensor) -> Tensor: ...
+
+    def logits(self, hidden: Tensor) -> Tensor: ...
+
+
+class _Borrowed(NamedTuple):
+    embed: Callable[[Tensor], Tensor]
+    logits: Callable[[Tensor], Tensor]
+
+
+class _Context(NamedTuple):
+    """Context rows of every layer (none before the first row), replaced as a whole and so never half-updated.
+
+    A sliding layer holds exactly the rows that a later block can see. A full layer holds a buffer, whose rows
+    past `length` are scratch.
+    """
+
+    length: int
+    layers: tuple[Rows, ...]
+
+
+class DFlashDrafter(nn.Module):
+    """A proposer of independent positions (DFlash); parameters are named as in published checkpoints.
+
+    `context`, `project` and `forward` are the network, pure and differentiable. `bind`, `reset`, `observe` and
+    `propose` are the proposer: they run it for one sequence, whose context they keep, without gradients.
+    """
+
+    def __init__(self, config: DFlashConfig) -> None:
+        super().__init__()
+        self.config = config
+        width, eps = config.hidden_size, config.rms_norm_eps
+        self.fc = nn.Linear(len(config.target_layer_ids) * width, width, bias=False)
+        self.hidden_norm = PlainRMSNorm(width, eps)
+        # Checkpoints call the blocks `layers`; a proposer's attribute of that name lists target layers.
+        self._modules["layers"] = nn.ModuleList(DrafterLayer(config) for _ in config.layer_types)
+        self.norm = PlainRMSNorm(width, eps)
+        self._borrowed: _Borrowed | None = None
+        self._context = _Context(0, ())
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Ids of the target layers it reads, in the order of concatenation."""
+        return self.config.target_layer_ids
+
+    @property
+    def blocks(self) -> nn.ModuleList:
+        """Its own transformer layers, whose parameters are named `layers.N.…`."""
+        return cast(nn.ModuleList, self._modules["layers"])
+
+    def get_submodule(self, target: str) -> nn.Module:
+        """The submodule of that name in the checkpoint's sense: `layers.N` is a block."""
+        first, _, rest = target.partition(".")
+        return self.blocks.get_submodule(rest) if first == "layers" else super().get_submodule(target)
+
+    def context(self, features: Tensor) -> Tensor:
+        """Concatenated target states [B, T, len(layers) · D] to what every layer reads of them, [B, T, D]."""
+        states: Tensor = self.hidden_norm(self.fc(features))
+        return states
+
+    def angles(self, positions: Tensor) -> Rotation:
+        """The rotation of rows at absolute positions, int64 [T], or [B, 1, T] if they differ over the batch."""
+        return rotation(positions, self.config.head_dim, self.config.rope_theta, self.fc.weight.dtype)
+
+    def project(self, context: Tensor, by: Rotation) -> tuple[Rows, ...]:
+        """Every layer's rows of a context [B, T, D]; `by` is the rotation of its own positions."""
+        return tuple(cast(DrafterLayer, block).self_attn.project(context, by) for block in self.blocks)
+
+    def forward(
+        self,
+        block: Tensor,
+        rows: Sequence[Rows],
+        by: Rotation,
+        masks: Mapping[AttentionType, Tensor | None],
+    ) -> Tensor:
+        """Hidden states [B, Q, D] of a block's rows, after the final norm.
+
+        Args:
+            block: embeddings [B, Q, D].
+            rows: each layer's context rows, T of them in layers of one type.
+            by: the rotation of the block's rows.
+            masks: for each type of layer here, what each block row sees of context and block: bool [Q, T + Q] or
+                [B, 1, Q, T + Q], None for all of it.
+        """
+        groups = self.config.num_attention_heads // self.config.num_key_value_heads
+        folded = {kind: fold_mask(mask, groups) for kind, mask in masks.items()}
+        x = block
+        for layer, kind, context in zip(self.blocks, self.config.layer_types, rows, strict=True):
+            x = layer(x, context, by, folded[kind])
+        hidden: Tensor = self.norm(x)
+        return hidden
+
+    @property
+    def context_length(self) -> int:
+        """Rows observed since the last reset, which is the position of the next root."""
+        return self._context.length
+
+    def bind(self, target: Target) -> None:
+        """Borrows the embedding and head of a target; they become no part of this module.
+
+        Raises:
+            ValueError: target and drafter do not fit together. What was bound before stays bound.
+        """
+        _check_pairing(self.config, target.config)
+        self._borrowed = _Borrowed(target.embed, target.logits)
+
+    def reset(self) -> None:
+        """Forgets the context, not the target."""
+        self._context = _Context(0, ())
+
+    @torch.no_grad()
+    def observe(self, features: Tensor) -> None:
+        """Appends the rows of committed tokens to the context of every layer; if anything raises, of none.
+
+        Args:
+            features: [1, T, len(layers) · D], the target layers' outputs concatenated in the order of `layers`.
+
+        Raises:
+            ValueError: features have another shape.
+        """
+        weight = self.fc.weight
+        if features.dim() != 3 or features.shape[0] != 1 or features.shape[2] != weight.shape[1]:
+            raise ValueError(
+                f"drafter: features must be [1, T, {weight.shape[1]}], that is {len(self.layers)} layers of "
+                f"{self.config.hidden_size}, got {list(features.shape)}"
+            )
+        start, end = self._context.length, self._context.length + features.shape[1]
+        by = self.angles(torch.arange(start, end, device=weight.device))
+        added = self.project(self.context(features.to(weight.dtype)), by)
+        kept = zip(self.config.layer_types, self._context.layers or self._no_rows(), added, strict=True)
+        layers = tuple(_appended(old, new, start, self.config.window(kind)) for kind, old, new in kept)
+        self._context = _Context(end, layers)
+
+    @torch.no_grad()
+    def propose(self, root: int) -> Tensor:
+        """Logits [block_size − 1, vocab] of the tokens that may follow `root`, the first one not yet observed.
+
+        Raises:
+            RuntimeError: no target is bound.
+        """
+        if self._borrowed is None:
+            raise RuntimeError("drafter: no target is bound; call bind(target) before propose(root)")
+        config, device = self.config, self.fc.weight.device
+        tokens = torch.full((1, config.block_size), config.mask_token_id, device=device)
+        tokens[0, 0] = root
+        embedded = self._borrowed.embed(tokens)
+        start = self._context.length
+        by = self.angles(torch.arange(start, start + config.block_size, device=device))
+        counts = {kind: _count(start, config.window(kind)) for kind in config.layer_types}
+        masks = {kind: block_mask(config, kind, count, device) for kind, count in counts.items()}
+        kept = zip(config.layer_types, self._context.layers or self._no_rows(), strict=True)
+        rows = [Rows(*(part[:, :, : counts[kind]] for part in held)) for kind, held in kept]
+        hidden = self(embedded.to(self.fc.weight.dtype), rows, by, masks)
+        # The root's own row predicts nothing: the token after it is the first mask's.
+        return self._borrowed.logits(hidden[0, 1:].to(embedded.dtype))
+
+    def _no_rows(self) -> tuple[Rows, ...]:
+        config = self.config
+        nothing = self.fc.weight.new_empty(1, config.num_key_value_heads, 0, config.head_dim)
+        return (Rows(nothing, nothing),) * config.num_hidden_layers
+
+
+def _count(length: int, window: int | None) -> int:
+    """Context rows that a layer keeps: a root sees `window − 1` rows before itself."""
+    return length if window is None else min(length, window - 1)
+
+
+def _appended(old: Rows, new: Rows, length: int, window: int | None) -> Rows:
+    if window is None:
+        return Rows(*(_grown(before, after, length) for before, after in zip(old, new, strict=True)))
+    return Rows(*(_slid(before, after, window - 1) for before, after in zip(old, new, strict=True)))
+
+
+def _grown(buffer: Tensor, new: Tensor, length: int) -> Tensor:
+    """A buffer that holds `length` rows and then the new ones: the same one if they fit, else one twice as long."""
+    end = length + new.shape[2]
+    if end > buffer.shape[2]:
+        longer = buffer.new_empty(*buffer.shape[:2], max(end, 2 * buffer.shape[2]), buffer.shape[3])
+        longer[:, :, :length] = buffer[:, :, :length]
+        buffer = longer
+    buffer[:, :, length:end] = new
+    return buffer
+
+
+def _slid(rows: Tensor, new: Tensor, limit: int) -> Tensor:
+    """The last `limit` rows of both, in storage of exactly their size."""
+    taken = min(new.shape[2], limit)
+    kept = min(rows.shape[2], limit - taken)
+    return torch.cat((rows[:, :, rows.shape[2] - kept :], new[:, :, new.shape[2] - taken :]), dim=2)
+
+
+def _check_pairing(config: DFlashConfig, target: ModelConfig) -> None:
+    if config.num_target_layers not in (None, target.num_hidden_layers):
+        raise ValueError(
+            f"drafter: made for a target of {config.num_target_layers} layers, this one has "
+            f"{target.num_hidden_layers}; take the drafter of this target"
+        )
+    for name in ("hidden_size", "vocab_size"):
+        ours, theirs = getattr(config, name), getattr(target, name)
+        if ours != theirs:
+            raise ValueError(
+                f"drafter: {name} {ours} differs from the target's {theirs}; take the drafter of this target"
+            )
+    check_layer_ids(config.target_layer_ids, target.num_hidden_layers)
