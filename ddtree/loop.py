@@ -146,6 +146,7 @@ class _Loop:
             last = self.prefill(prompt, window)
             with self.on_stage("sample"):
                 root = int(self.sampler(self.target.logits(last)))
+        del last  # a view, which would keep the prompt's last window alive
         count -= 1
         yield Round((root,), 0, 0)
         while count and root not in self.stop_ids:
@@ -158,7 +159,8 @@ class _Loop:
 
     def prefill(self, prompt: Tensor, window: int) -> Tensor:
         def observe(hidden: Hidden) -> None:
-            self.drafter.observe(_features(hidden))
+            with self.on_stage("draft"):
+                self.drafter.observe(_features(hidden))
 
         return prefill(
             self.target,

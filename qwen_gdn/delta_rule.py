@@ -96,8 +96,11 @@ def delta_chain(
     """`delta_chunked` that also returns the factors of every token, from which any state between follows."""
     q, k, v, log_decay, beta = map(at_least_float32, (q, k, v, log_decay, beta))
     T = v.shape[1]
-    C = min(chunk_size, T)
     S = _by_key_head(_zeros(k, v) if state is None else state, k.shape[2])
+    if T == 1:
+        out, S, u = _one_token(q, k, v, log_decay, beta, S)
+        return out, S.flatten(1, 2), Factors(k, u, log_decay)
+    C = min(chunk_size, T)
     # Padding is inert: with k, β and g zero a row neither writes, nor decays, nor is read by another.
     parts = (_chunks(x, C) for x in (q, k, v, log_decay, beta))
     window = _Window.build(torch.ones(C, C, dtype=torch.bool, device=v.device).tril(), *parts)
@@ -173,6 +176,19 @@ def absorb(state: Tensor, factors: Factors) -> Tensor:
     u = factors.u.transpose(1, 2).unflatten(1, (-1, group))
     g = factors.log_decay.transpose(1, 2).unflatten(1, (-1, group))
     return _absorb(_by_key_head(state, factors.k.shape[2]), k, u, g).flatten(1, 2)
+
+
+def _one_token(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, S: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The recurrence itself for T = 1, without any N × N algebra: outputs, the next state and u."""
+    heads = S.shape[1:3]
+    q_row, k_row = (q[:, 0, :, None, None] * q.shape[-1] ** -0.5, k[:, 0, :, None, None])  # [B, H_k, 1, 1, K]
+    S = S * log_decay[:, 0].exp().unflatten(1, heads)[..., None, None]
+    u = beta[:, 0].unflatten(1, heads)[..., None, None] * (v[:, 0].unflatten(1, heads).unsqueeze(-2) - k_row @ S)
+    S = torch.addcmul(S, k_row.transpose(-1, -2), u)
+    out = q_row @ S
+    return out.flatten(1, 2).transpose(1, 2), S, u.flatten(1, 2).transpose(1, 2)
 
 
 def _absorb(S: Tensor, k: Tensor, u: Tensor, g: Tensor) -> Tensor:

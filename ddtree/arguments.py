@@ -1,0 +1,166 @@
+"""The command line of `ddtree.run`: its options, their help, and the form of each value on its own.
+
+Defaults are those of the library calls that the options go to. How options fit together is not judged here.
+"""
+
+import argparse
+import inspect
+import os
+import re
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from weights.fill import DTYPES
+
+from .loop import generate
+from .sampling import make_sampler
+
+BUNDLED = "bundled"
+DTYPE_NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
+_MOST = 2**31 - 1  # tokens, nodes: more fit into no memory, and sizes of tensors do not overflow below
+
+_DESCRIPTION = """\
+Continues a text with a Qwen3.5/3.6/3.8 hybrid, by DDTree speculative decoding:
+a drafter proposes a tree of continuations, one forward of the target verifies
+it, and what the target itself writes is kept.
+
+The text goes to standard output as it is decided: exactly the decoding of the
+new tokens, without the token that ends it. Figures, notes and errors go to
+standard error."""
+
+_EPILOG = """\
+examples:
+  python -m ddtree.run --prompt 'def fibonacci(n):' --echo
+  python -m ddtree.run --prompt 'class Stack:' --mode plain --max-new-tokens 64
+  python -m ddtree.run --prompt - --temperature 0.8 --top-p 0.95 --seed 7 < a.py
+  python -m ddtree.run --target Qwen/Qwen3.5-4B --drafter z-lab/Qwen3.5-4B-DFlash \\
+      --chat --no-thinking --prompt 'What is a monoid?'
+  python -m ddtree.run --prompt 'import ' --json 2>/dev/null | tail -n 1
+
+prompts:
+  A prompt is plain text: names of control tokens in it, such as <|im_end|>, are
+  ordinary characters. With --chat, control tokens come from the checkpoint's
+  template alone. (Tokens that a vocabulary adds without marking them special,
+  such as <think>, are recognised everywhere.) Nothing is put before or after a
+  prompt, and a final newline on standard input is kept. A prompt that begins
+  with a dash is given as --prompt=-TEXT.
+
+figures:
+  tokens/s leaves out the prompt and the first token, and waiting for whoever
+  reads the output. The mean accepted length is accepted drafts + 1, over all
+  rounds but the prefill's. On CUDA the device is synchronised at both ends of
+  every stage, so that the split of time is true; that costs some speed.
+
+exit status:
+  0 success, 1 failure (damaged checkpoint, no answer from the hub, out of
+  memory), 2 bad use, 130 interrupted (what was written stays), 141 nobody reads
+  the output any more."""
+
+
+class UsageError(Exception):
+    """The command line asks for something that cannot be; the message is one line."""
+
+
+def default(function: Callable[..., object], name: str) -> Any:
+    """The default of a function's parameter."""
+    return inspect.signature(function).parameters[name].default
+
+
+def parser() -> argparse.ArgumentParser:
+    """A parser that raises `UsageError` where argparse would print its usage and exit."""
+    built = _Parser(
+        prog="python -m ddtree.run",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    _add_text(built.add_argument_group("text"))
+    _add_models(built.add_argument_group("models"))
+    _add_decoding(built.add_argument_group("decoding"))
+    return built
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{' '.join(message.split())}; --help lists the options")
+
+
+def _add_text(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--prompt", required=True, metavar="TEXT", help="text to continue; - reads standard input")
+    group.add_argument("--echo", action="store_true", help="write the prompt before its continuation")
+    group.add_argument("--chat", action="store_true", help="put the prompt into the chat template, as a user's message")
+    group.add_argument("--system", metavar="TEXT", help="with --chat: the system message")
+    group.add_argument("--no-thinking", action="store_true", help="with --chat: ask the template for no reasoning")
+    group.add_argument(
+        "--json", action="store_true", help="add a last line to the output: one object with text, ids and figures"
+    )
+
+
+def _add_models(group: argparse._ArgumentGroup) -> None:
+    source = "a folder, a hub id owner/name, or bundled"
+    group.add_argument("--target", type=_source, default=BUNDLED, metavar="SOURCE", help=f"{source} (the default)")
+    group.add_argument(
+        "--drafter",
+        type=_source,
+        metavar="SOURCE",
+        help=f"{source}; default: the bundled one for the bundled target, none for others, which then decode plainly",
+    )
+    group.add_argument("--device", metavar="NAME", help="cpu, cuda or cuda:N (default: cuda if there is one)")
+    group.add_argument(
+        "--dtype", choices=DTYPE_NAMES, help="of the weights (default: float32 on a CPU, the checkpoint's on CUDA)"
+    )
+
+
+def _add_decoding(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--mode",
+        choices=("tree", "chain", "plain"),
+        default="tree",
+        help="draft a tree, its likeliest chain alone, or nothing (default: %(default)s)",
+    )
+    nodes = default(generate, "budget")
+    group.add_argument(
+        "--budget", type=_count, metavar="N", help=f"drafted tokens a round, the root not counted (default: {nodes})"
+    )
+    group.add_argument(
+        "--max-new-tokens", type=_count, default=128, metavar="N", help="stop after N tokens (default: %(default)s)"
+    )
+    sampling: tuple[tuple[str, str, Callable[[str], float], str], ...] = (
+        ("temperature", "T", float, "0 takes the likeliest token"),
+        ("top_k", "K", int, "draw from this many likeliest tokens, 0 for all"),
+        ("top_p", "P", float, "draw from the likeliest tokens that hold this mass"),
+    )
+    for name, letter, kind, meaning in sampling:
+        group.add_argument(
+            "--" + name.replace("_", "-"),
+            type=kind,
+            default=default(make_sampler, name),
+            metavar=letter,
+            help=f"{meaning} (default: %(default)s)",
+        )
+    group.add_argument(
+        "--seed",
+        type=int,
+        metavar="N",
+        help="of the sampler (default: drawn, and reported); with the same options it gives the same text on one "
+        "machine, but modes and budgets spend its numbers differently",
+    )
+
+
+def _count(text: str) -> int:
+    if not re.fullmatch("[0-9]{1,10}", text) or int(text) > _MOST:
+        raise argparse.ArgumentTypeError(f"must be an integer from 0 to {_MOST}, got {text!r}")
+    return int(text)
+
+
+def _source(text: str) -> str:
+    """A word that can name a checkpoint; whether a hub id is known to the hub shows later."""
+    path = os.path.expanduser(text)
+    if os.path.exists(path) and not os.path.isdir(path):
+        raise argparse.ArgumentTypeError(f"{text} is a file; give the folder that holds config.json and the weights")
+    if text != BUNDLED and not os.path.isdir(path) and not _HUB_ID.fullmatch(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no existing folder, no hub id owner/name, and not {BUNDLED!r}")
+    return text

@@ -1,0 +1,102 @@
+"""From options to token ids: what the checkpoints' small files say, and whether the run fits them.
+
+No weights are read here, so a run that cannot be is refused at once.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+import torch
+
+from qwen_gdn.config import ModelConfig
+from qwen_gdn.decode import checked_prompt
+from qwen_gdn.model import QwenGDN
+from weights import CheckpointError, Tokenizer, load_tokenizer, stop_ids
+from weights.files import CONFIG_FILES, read_json, resolve
+
+from .arguments import UsageError
+from .drafter import DFlashDrafter
+from .drafter_config import DFlashConfig
+from .options import Options
+
+Config = TypeVar("Config", ModelConfig, DFlashConfig)
+
+
+class Job(NamedTuple):
+    """What the checkpoints' small files make of the options; `notes` are for the user."""
+
+    tokenizer: Tokenizer
+    prompt_ids: list[int]
+    stop_ids: tuple[int, ...]
+    notes: tuple[str, ...]
+
+
+def prepare(options: Options) -> Job:
+    """Reads configs and tokenizer, and checks prompt and pairing against them.
+
+    Raises:
+        UsageError: options and checkpoints do not fit together.
+        CheckpointError: a checkpoint is absent or damaged.
+        ValueError: the template refuses the conversation, or the tokenizer names tokens that the target lacks.
+    """
+    folder = resolve(options.target, "target", CONFIG_FILES)
+    with torch.device("meta"):
+        target = QwenGDN(_config(ModelConfig, folder))
+    if options.drafter is not None:
+        _check_pairing(options.drafter, target)
+    tokenizer = load_tokenizer(options.target)
+    prompt_ids = _prompt_ids(tokenizer, options)
+    checked_prompt(target, prompt_ids, options.max_new_tokens)
+    _check_context(len(prompt_ids), options.max_new_tokens, target.config.max_position_embeddings)
+    return Job(tokenizer, prompt_ids, stop_ids(options.target, target.config), tuple(_notes(tokenizer, options)))
+
+
+def _config(kind: type[Config], folder: Path) -> Config:
+    raw = read_json(folder / "config.json")
+    try:
+        return kind.from_dict(raw)
+    except ValueError as error:
+        raise CheckpointError(f"{folder}: {error}") from None
+
+
+def _check_pairing(source: str, target: QwenGDN) -> None:
+    folder = resolve(source, "drafter", CONFIG_FILES)
+    with torch.device("meta"):
+        drafter = DFlashDrafter(_config(DFlashConfig, folder))
+    try:
+        drafter.bind(target)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+
+
+def _prompt_ids(tokenizer: Tokenizer, options: Options) -> list[int]:
+    if not options.chat:
+        ids = tokenizer.encode(options.prompt)
+    elif tokenizer.has_chat_template:
+        ids = tokenizer.encode_chat(_messages(options), enable_thinking=None if options.thinking else False)
+    else:
+        raise UsageError(f"--chat: {options.target} ships no chat template; leave it out to continue plain text")
+    if not ids:
+        raise UsageError("the prompt is empty: it holds no token of this vocabulary")
+    return ids
+
+
+def _messages(options: Options) -> list[dict[str, str]]:
+    system = [] if options.system is None else [{"role": "system", "content": options.system}]
+    return [*system, {"role": "user", "content": options.prompt}]
+
+
+def _check_context(prompt: int, new: int, limit: int | None) -> None:
+    if limit is not None and prompt + new > limit:
+        raise UsageError(
+            f"a prompt of {prompt} tokens and --max-new-tokens {new} are {prompt + new} tokens, but the context of "
+            f"this checkpoint is {limit}; shorten one of them"
+        )
+
+
+def _notes(tokenizer: Tokenizer, options: Options) -> Iterator[str]:
+    if options.chat and not options.thinking:
+        asked, not_asked = (tokenizer.render_chat(_messages(options), enable_thinking=on) for on in (True, False))
+        if asked == not_asked:
+            yield "this chat template has no switch for --no-thinking, so it changes nothing"

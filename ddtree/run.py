@@ -1,0 +1,221 @@
+"""The command line: `python -m ddtree.run --prompt ...` writes a text and says how it went.
+
+Text goes to standard output, everything else to standard error. It adds nothing to how tokens are decided.
+"""
+
+import json
+import os
+import sys
+import textwrap
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Literal, NamedTuple, NoReturn
+
+import torch
+from tqdm import tqdm
+
+from qwen_gdn.decode import PREFILL_WINDOW, OnStage
+from qwen_gdn.model import QwenGDN
+from weights import TextStream, load_drafter, load_target
+from weights.files import one_line
+
+from .arguments import UsageError
+from .loop import NoDrafts, Proposer, Round, generate
+from .options import Options, parse
+from .prepare import Job, prepare
+from .report import Figures, Meter, lines
+from .tree import build_chain, build_tree
+
+FAILURE, BAD_USE, INTERRUPTED, BROKEN_PIPE = 1, 2, 130, 141
+
+_NO_MEMORY = ("can't allocate memory", "not enough memory", "CUBLAS_STATUS_ALLOC_FAILED")
+
+
+class Outcome(NamedTuple):
+    """What was written; `text` is the decoding of `ids`, less a stop token at the end."""
+
+    ids: list[int]
+    text: str
+    finish_reason: Literal["stop", "length", "interrupted"]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command line (None: the process's own) and returns its exit status.
+
+    Raises:
+        SystemExit: after printing help.
+    """
+    try:
+        return _run(parse(argv))
+    except UsageError as error:
+        return _fail(str(error), BAD_USE)
+    except KeyboardInterrupt:
+        _say("interrupted")
+        return INTERRUPTED
+    except BrokenPipeError:
+        return BROKEN_PIPE
+    except Exception as error:
+        if (message := _explained(error)) is None:
+            raise
+        return _fail(message, FAILURE)
+
+
+def _run(options: Options) -> int:
+    job = prepare(options)
+    for note in (*options.notes, *job.notes):
+        _say(f"note: {note}")
+    target = load_target(options.target, device=options.device, dtype=options.dtype)
+    drafter: Proposer = NoDrafts()
+    if options.drafter is not None:
+        drafter = load_drafter(options.drafter, device=options.device, dtype=options.dtype)
+    meter = Meter(options.device)
+    page = Page(options.prompt if options.echo else "")
+    with _prefill_progress(meter.stage, len(job.prompt_ids)) as on_stage:
+        rounds = generate(
+            target,
+            drafter,
+            job.prompt_ids,
+            max_new_tokens=options.max_new_tokens,
+            budget=options.budget,
+            stop_ids=job.stop_ids,
+            sampler=options.sampler(),
+            build=build_chain if options.mode == "chain" else build_tree,
+            on_stage=on_stage,
+        )
+        try:
+            outcome = _write(page, meter.rounds(rounds), job)
+        finally:
+            page.end_line(always=options.json)
+    figures = meter.figures(len(job.prompt_ids))
+    _report(options, outcome, figures)
+    if options.json:
+        print(_as_json(options, outcome, figures, target), flush=True)
+    return INTERRUPTED if outcome.finish_reason == "interrupted" else 0
+
+
+class Page:
+    """Standard output while a text is written; each piece is out before the next is decided.
+
+    Args:
+        lead: what stands before the text.
+    """
+
+    def __init__(self, lead: str = "") -> None:
+        self._lead = lead
+        self._last = "\n"
+
+    def write(self, text: str) -> None:
+        """Writes a piece; characters that the output's encoding lacks become `?`."""
+        text, self._lead = self._lead + text, ""
+        if text:
+            self._last = text[-1]
+            encoding = sys.stdout.encoding or "utf-8"
+            print(text.encode(encoding, "replace").decode(encoding), end="", flush=True)
+
+    def end_line(self, *, always: bool) -> None:
+        """Ends a line that the text left open: always, or where a terminal would show what follows behind it."""
+        if self._last == "\n":
+            return
+        if always or sys.stdout.isatty():
+            print(flush=True)
+        elif sys.stderr.isatty():
+            print(file=sys.stderr, flush=True)
+
+
+def _write(page: Page, rounds: Iterator[Round], job: Job) -> Outcome:
+    """Writes the text of rounds as they come; an interrupt ends it, and what was decided by then is kept."""
+    stream = TextStream(job.tokenizer)
+    ids: list[int] = []
+    shown = 0
+    interrupted = False
+    try:
+        for done in rounds:
+            ids += done.tokens
+            piece = stream.push(_spoken(done.tokens, job.stop_ids))
+            shown += len(piece)
+            page.write(piece)
+    except KeyboardInterrupt:
+        interrupted = True
+    text = job.tokenizer.decode(_spoken(ids, job.stop_ids))
+    page.write(text[shown:])
+    if interrupted:
+        return Outcome(ids, text, "interrupted")
+    return Outcome(ids, text, "stop" if ids and ids[-1] in job.stop_ids else "length")
+
+
+def _spoken(ids: Sequence[int], stops: Collection[int]) -> Sequence[int]:
+    """Ids that are text: without a stop token at the end, whatever its name is."""
+    return ids[:-1] if ids and ids[-1] in stops else ids
+
+
+@contextmanager
+def _prefill_progress(on_stage: OnStage, tokens: int) -> Iterator[OnStage]:
+    """`on_stage`, with a bar on a terminal while a prompt of more than one window is read."""
+    hidden = None if tokens > PREFILL_WINDOW else True
+    with tqdm(total=tokens, desc="reading the prompt", unit=" tokens", leave=False, disable=hidden) as bar:
+
+        @contextmanager
+        def stage(name: str) -> Iterator[None]:
+            with on_stage(name):
+                yield
+            if name == "prefill":
+                bar.update(min(PREFILL_WINDOW, tokens - bar.n))
+            elif name == "sample":
+                bar.close()
+
+        yield stage
+
+
+def _report(options: Options, outcome: Outcome, figures: Figures) -> None:
+    print(f"finish reason: {outcome.finish_reason}", file=sys.stderr)
+    for line in lines(figures):
+        print(line, file=sys.stderr)
+    if options.seed is not None:
+        print(f"seed {options.seed}", file=sys.stderr)
+    sys.stderr.flush()
+
+
+def _as_json(options: Options, outcome: Outcome, figures: Figures, target: QwenGDN) -> str:
+    """One line, in ASCII: characters at which some readers break lines are escaped."""
+    numbers = asdict(figures) | {"target_forwards": figures.target_forwards}
+    where = {"device": str(target.device), "dtype": str(target.dtype).removeprefix("torch.")}
+    settings = options.settings() | where
+    return json.dumps(outcome._asdict() | {"seed": options.seed, "figures": numbers, "settings": settings})
+
+
+def _explained(error: Exception) -> str | None:
+    """The line that tells a user of a failure, or None for one that is a fault of this program."""
+    message = one_line(error)
+    starved = isinstance(error, MemoryError | torch.OutOfMemoryError) or (
+        isinstance(error, RuntimeError) and any(sign in message for sign in _NO_MEMORY)
+    )
+    if starved:
+        detail = textwrap.shorten(message, 160)
+        return f"out of memory; shorten the prompt, or lower --max-new-tokens, --budget or --dtype ({detail})"
+    if isinstance(error, ValueError | OSError | torch.AcceleratorError):
+        return message
+    return None
+
+
+def _fail(message: str, status: int) -> int:
+    _say(f"error: {message}")
+    return status
+
+
+def _say(message: str) -> None:
+    print(f"ddtree: {message}", file=sys.stderr, flush=True)
+
+
+def _leave(status: int) -> NoReturn:
+    """Exits; output that cannot be written any more is dropped, or the interpreter would complain of it at its end."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+    sys.exit(status)
+
+
+if __name__ == "__main__":
+    _leave(main())

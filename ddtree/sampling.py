@@ -1,0 +1,199 @@
+"""Samplers: callables that draw one token from each row of logits. Greedy decoding is one of them.
+
+A sampler knows nothing of trees or drafts. That is what keeps speculative output exact: the target's tokens
+are drawn the same way with and without a draft tree.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from qwen_gdn.decode import Sampler, greedy
+from qwen_gdn.norms import at_least_float32
+
+from .tree import ranked
+
+# Logits are divided by no less and no more than these, which keeps the quotient meaningful in float32:
+# below, no two distinct logits are close enough to matter; above, no two are far enough apart.
+COLDEST, HOTTEST = 1e-30, 1e30
+FEW = 128  # the likeliest tokens among which a nucleus is looked for before a whole vocabulary is sorted
+BLOCK = 512  # the most entries that one step of a draw sums at once
+
+
+def make_sampler(
+    temperature: float = 0.0,
+    *,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    seed: int | None = None,
+    device: torch.device | str | None = None,
+) -> Sampler:
+    """A sampler [N, vocab] -> int64 [N]; the rows are drawn independently.
+
+    Logits are divided by `temperature`, cut to the `top_k` likeliest tokens, renormalised, then cut to the
+    `top_p` nucleus and renormalised again. Both cuts order tokens by descending probability, equal ones by
+    ascending id, and keep at least one.
+
+    Args:
+        temperature: 0 takes the likeliest token (the lowest id among equals), as does `top_k` 1.
+        top_k: how many tokens to keep, exactly; 0, or any number above the vocabulary, keeps all.
+        top_p: a token is kept while the mass of those before it is below this (to rounding), so what is kept
+            is the shortest run of likeliest tokens whose mass reaches `top_p`; 1 keeps all.
+        seed: of the sampler's own generator, torch's global one is never used; None asks the system for one.
+        device: of that generator; None is the device of the first logits drawn from.
+
+    Raises:
+        ValueError: an argument is out of its range. The sampler itself raises it for logits that are not
+            [N, vocab] and for a row whose greatest logit is not finite (NaN, +inf, or nothing but -inf).
+    """
+    if not (math.isfinite(temperature) and temperature >= 0):
+        raise ValueError(f"sampler: temperature must be finite and at least 0, got {temperature}")
+    if not isinstance(top_k, int) or top_k < 0:
+        raise ValueError(f"sampler: top_k must be an int of at least 0 (0 keeps every token), got {top_k}")
+    if not 0 < top_p <= 1:
+        raise ValueError(f"sampler: top_p must lie in (0, 1], got {top_p}")
+    if seed is not None and not -(2**63) <= seed < 2**64:
+        raise ValueError(f"sampler: seed must lie in [-2^63, 2^64), got {seed}")
+    if temperature == 0 or top_k == 1:
+        return Greedy()
+    return Stochastic(temperature, top_k, top_p, Uniform(seed, device))
+
+
+class Greedy:
+    """The likeliest token of each row, the lowest id among equals; checks its rows as `Stochastic` does."""
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        """Logits [N, vocab] -> int64 [N]."""
+        _check_shape(logits)
+        tokens = greedy(logits)
+        _check_peaks(logits.gather(1, tokens.unsqueeze(1)))
+        return tokens
+
+    def __repr__(self) -> str:
+        return "Greedy()"
+
+
+class Uniform:
+    """A stream of uniform numbers of its own. A pickled or deep copy goes on where the original stands."""
+
+    def __init__(self, seed: int | None, device: torch.device | str | None) -> None:
+        self.seed = seed
+        self.generator = None if device is None else self._start(device)
+
+    def __call__(self, rows: int, columns: int, device: torch.device) -> Tensor:
+        """Float64 [rows, columns] in [0, 1) on `device`, wherever the generator lives."""
+        if self.generator is None:
+            self.generator = self._start(device)
+        generator, home = self.generator, self.generator.device
+        drawn = torch.rand(rows, columns, dtype=torch.float64, generator=generator, device=home)
+        return drawn.to(device)
+
+    def _start(self, device: torch.device | str) -> torch.Generator:
+        generator = torch.Generator(device)
+        if self.seed is None:
+            generator.seed()
+        else:
+            generator.manual_seed(self.seed)
+        return generator
+
+
+class Stochastic:
+    """Draws by temperature, top-k and top-p; made and documented by `make_sampler`.
+
+    Probabilities are float32, or float64 for float64 logits. A row takes two uniform numbers a draw.
+    """
+
+    def __init__(self, temperature: float, top_k: int, top_p: float, uniform: Uniform) -> None:
+        self.temperature = temperature
+        self.top_k = top_k
+        self.top_p = top_p
+        self.uniform = uniform
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        """Logits [N, vocab] -> int64 [N]."""
+        _check_shape(logits)
+        values, tokens = logits.detach(), None
+        if 0 < self.top_k < logits.shape[1]:
+            values, tokens = ranked(values, self.top_k)
+        weights = tempered(values, self.temperature)
+        if self.top_p < 1:
+            weights, places = nucleus(weights, self.top_p)
+            tokens = places if tokens is None else tokens.gather(1, places)
+        drawn = draw(weights, self.uniform(len(weights), 2, weights.device))
+        return drawn if tokens is None else tokens.gather(1, drawn.unsqueeze(1)).squeeze(1)
+
+    def __repr__(self) -> str:
+        settings = f"temperature={self.temperature}, top_k={self.top_k}, top_p={self.top_p}"
+        return f"Stochastic({settings}, seed={self.uniform.seed})"
+
+
+def tempered(logits: Tensor, temperature: float) -> Tensor:
+    """softmax(logits / temperature) of each row, in float32 or the logits' float64.
+
+    Raises:
+        ValueError: the greatest logit of a row is not finite.
+    """
+    peaks = logits.amax(-1, keepdim=True)
+    _check_peaks(peaks)
+    # The peak goes first: then the quotient is at most 0 and cannot overflow upwards.
+    scaled = at_least_float32(logits) - at_least_float32(peaks)
+    return scaled.div_(min(max(temperature, COLDEST), HOTTEST)).softmax(-1)
+
+
+def nucleus(probabilities: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
+    """The shortest run of likeliest entries whose mass reaches `top_p`, at least one.
+
+    Args:
+        probabilities: [N, width], each row of sum 1.
+
+    Returns:
+        Weights [N, M] in descending order, 0 beyond the run, and their columns [N, M].
+    """
+    # Rounding must not decide a mass that equals top_p on paper (0.5 + 0.3 against 0.8): it counts as reached.
+    enough = top_p - 8 * torch.finfo(probabilities.dtype).eps
+    weights, columns = ranked(probabilities, FEW)
+    if bool((weights.sum(-1, dtype=torch.float64) < enough).any()):
+        weights, columns = probabilities.sort(dim=-1, descending=True, stable=True)
+    cut = weights.cumsum(-1, dtype=torch.float64) - weights >= enough
+    cut[:, 0] = False
+    return weights.masked_fill(cut, 0), columns
+
+
+def draw(weights: Tensor, uniform: Tensor) -> Tensor:
+    """One column of each row, with probability proportional to its weight; int64 [N].
+
+    Args:
+        weights: [N, width], at least 0, a positive one in each row; they need not sum to 1.
+        uniform: float64 [N, 2] in [0, 1).
+    """
+    # First a block of columns, then one of its columns: no running sum over a whole vocabulary.
+    rows, width = weights.shape
+    step = math.gcd(width, BLOCK)
+    blocks = weights.reshape(rows, width // step, step)
+    block = _invert(blocks.sum(-1), uniform[:, :1])
+    inside = blocks[torch.arange(rows, device=block.device), block]
+    return block * step + _invert(inside, uniform[:, 1:])
+
+
+def _invert(weights: Tensor, uniform: Tensor) -> Tensor:
+    """The first column whose cumulative weight exceeds the share `uniform` [N, 1] of the total."""
+    total = weights.cumsum(-1, dtype=torch.float64)
+    # A parallel scan may round equal sums apart. So a column of weight 0 is ruled out by name, and the share is
+    # taken a little smaller, which keeps it below the sum at the last positive weight.
+    exceeds = (total > uniform * (1 - 1e-12) * total[:, -1:]) & (weights > 0)
+    return exceeds.byte().argmax(-1)
+
+
+def _check_shape(logits: Tensor) -> None:
+    if logits.dim() != 2 or logits.shape[1] == 0:
+        raise ValueError(f"sampler: logits must be [N, vocab] with a token at least, got {list(logits.shape)}")
+
+
+def _check_peaks(peaks: Tensor) -> None:
+    """Refuses a row whose greatest logit, [N, 1], is not finite."""
+    broken = ~peaks.isfinite()
+    if bool(broken.any()):
+        row = int(broken.nonzero()[0, 0])
+        where = f"sampler: the greatest logit of row {row} is {float(peaks[row])}"
+        raise ValueError(f"{where}, it must be finite: the row holds NaN, +inf or only -inf")
