@@ -1,0 +1,1 @@
+"""Scripts around the packages: measuring, comparing, training. None of them is part of an installation."""

@@ -1,0 +1,200 @@
+"""Measures a pair of target and drafter: speed side by side with plain decoding, accepted length, and single parts.
+
+    python tools/bench.py                  tokens a second: plain, chain, tree at each budget, alternating
+    python tools/bench.py --acceptance     accepted length in use and teacher-forced, no timing
+    python tools/bench.py --builder        the tree builder alone, at the published vocabulary
+
+Everything runs in this process, greedily and without stop ids, so that all modes write the same tokens. They are
+compared: outputs that differ by more than rounding are refused, with the place and the float64 gap. Accepted length
+(tau) is the mean of accepted + 1 over all rounds but the first; a budget counts drafted nodes, the root not counted.
+
+A table for people comes first; the last line of stdout is one JSON object. Exit code 0; 1 for a failure, different
+outputs, or a tree that holds the chain and accepts less; 2 for bad use.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+if not __package__:
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from tools.measure import tables
+from tools.measure.acceptance import in_use, teacher_forced
+from tools.measure.parts import builder_times, window_bytes
+from tools.measure.prompts import PromptSet, read_prompts
+from tools.measure.runs import Mode, Pair
+from tools.measure.speed import measure, modes_of
+from weights import load_drafter, load_target, load_tokenizer
+
+BUNDLED_PROMPTS = Path(__file__).resolve().parents[1] / "weights" / "bundled" / "prompts"
+DTYPES = {
+    "float32": torch.float32,
+    "float64": torch.float64,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+SPEED_PROMPTS = 10
+
+
+class Result(NamedTuple):
+    """What a measurement found: lines for people, an object for programs, and whether it is as it must be."""
+
+    lines: list[str]
+    figures: dict[str, Any]
+    sound: bool = True
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = _options(arguments)
+    torch.set_num_threads(options.threads)
+    try:
+        result = options.measure(options)
+    except (OSError, RuntimeError, ValueError) as error:
+        print(f"bench: {error}", file=sys.stderr)
+        return 1
+    print("\n".join(result.lines))
+    print(json.dumps({"measured": options.measure.__name__} | _circumstances(options) | result.figures))
+    return 0 if result.sound else 1
+
+
+def speed(options: argparse.Namespace) -> Result:
+    """Tokens a second of every mode on each prompt set, and the bytes of a window."""
+    pair, depth = _load(options)
+    window = window_bytes(pair.target, max(options.budgets) + 1)
+    lines, figures = list(tables.window(window)), []
+    for prompts in _prompt_sets(options, SPEED_PROMPTS, only_first=True):
+        outcome = measure(
+            pair,
+            prompts.prompts,
+            budgets=options.budgets,
+            depth=depth,
+            alternations=options.rounds,
+            count=options.max_new_tokens,
+        )
+        lines += ["", *tables.heading(prompts), *tables.speed(outcome)]
+        figures.append(_about(prompts) | outcome.as_json() | _ties(outcome.ties))
+    return Result(lines, {"sets": figures, "window": window._asdict(), "dtype": str(pair.target.dtype)})
+
+
+def acceptance(options: argparse.Namespace) -> Result:
+    """Accepted length on each prompt set."""
+    pair, depth = _load(options)
+    modes = [mode for mode in modes_of(options.budgets, depth) if mode.budget]
+    lines, figures, sound = [], [], True
+    for prompts in _prompt_sets(options, None, only_first=False):
+        used = in_use(pair, prompts.prompts, modes, options.max_new_tokens)
+        forced = teacher_forced(pair, prompts.prompts, options.budgets, options.max_new_tokens)
+        sound = sound and not any(each.spine_below for each in forced)
+        lines += [*tables.heading(prompts), *tables.acceptance(used, forced), ""]
+        figures.append(
+            _about(prompts)
+            | {"looping": used.looping, "in_use": [_named(each.mode, each._asdict()) for each in used.modes]}
+            | {"teacher_forced": [each._asdict() for each in forced]}
+            | _ties(used.ties)
+        )
+    return Result(lines, {"sets": figures, "dtype": str(pair.target.dtype)}, sound)
+
+
+def builder(options: argparse.Namespace) -> Result:
+    """The tree builder's time."""
+    times = builder_times()
+    return Result(list(tables.builder(times)), {"builder": times._asdict()})
+
+
+def _load(options: argparse.Namespace) -> tuple[Pair, int]:
+    """The pair, and how many positions its drafter proposes."""
+    dtype = DTYPES[options.dtype] if options.dtype else None
+    target = load_target(options.target, device=options.device, dtype=dtype)
+    drafter = load_drafter(options.drafter, device=options.device, dtype=dtype)
+    drafter.bind(target)
+    return Pair(target, drafter), drafter.config.block_size - 1
+
+
+def _prompt_sets(options: argparse.Namespace, limit: int | None, *, only_first: bool) -> Iterator[PromptSet]:
+    """The given files, or the bundled ones: all, or the first in order of prompt length."""
+
+    @cache
+    def tokenizer() -> Any:
+        return load_tokenizer(options.target)
+
+    def encode(text: str) -> list[int]:
+        ids: list[int] = tokenizer().encode(text)
+        return ids
+
+    limit = options.limit or limit
+    if options.prompts:
+        yield from (read_prompts(file, encode, limit) for file in options.prompts)
+        return
+    files = sorted(BUNDLED_PROMPTS.glob("*.json"))
+    if not files:
+        raise ValueError(f"no prompts in {BUNDLED_PROMPTS}; name a prompt file with --prompts")
+    sets = (read_prompts(file, encode, limit) for file in files)
+    ordered = sorted(sets, key=lambda each: (max(map(len, each.prompts)), each.name))
+    yield from ordered[: 1 if only_first else None]
+
+
+def _circumstances(options: argparse.Namespace) -> dict[str, Any]:
+    names = ("target", "drafter", "device", "dtype", "threads", "budgets", "max_new_tokens", "rounds")
+    return {name: getattr(options, name) for name in names} | {"torch": torch.__version__}
+
+
+def _about(prompts: PromptSet) -> dict[str, Any]:
+    longest = max(map(len, prompts.prompts))
+    return {
+        "name": prompts.name,
+        "licence": prompts.licence,
+        "prompts": len(prompts.prompts),
+        "longest": longest,
+    }
+
+
+def _ties(ties: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    return {"near_ties": [{"where": where} | tie._asdict() for where, tie in ties]}
+
+
+def _named(mode: Mode, table: dict[str, Any]) -> dict[str, Any]:
+    return table | {"mode": str(mode)}
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="bench", description=(__doc__ or "").split("\n\n")[0], allow_abbrev=False)
+    what = parser.add_mutually_exclusive_group()
+    for function in (acceptance, builder):
+        what.add_argument(f"--{function.__name__}", dest="measure", action="store_const", const=function)
+    parser.set_defaults(measure=speed)
+    parser.add_argument("--target", default="bundled", help="folder, hub id, or 'bundled'")
+    parser.add_argument("--drafter", default="bundled", help="the drafter of that target, likewise")
+    parser.add_argument("--prompts", nargs="+", type=Path, metavar="FILE", help="default: those of the bundled pair")
+    parser.add_argument("--limit", type=_at_least(1), help="prompts of each set that are used")
+    parser.add_argument("--budgets", type=_budgets, default=[4, 8, 15, 31, 63], help="comma-separated")
+    parser.add_argument("--rounds", type=_at_least(1), default=5, help="alternations of the speed measurement")
+    parser.add_argument("--max-new-tokens", type=_at_least(2), default=64)
+    parser.add_argument("--threads", type=_at_least(1), default=2)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", choices=DTYPES)
+    return parser.parse_args(arguments)
+
+
+def _at_least(least: int) -> Callable[[str], int]:
+    def number(text: str) -> int:
+        value = int(text)
+        if value < least:
+            raise argparse.ArgumentTypeError(f"must be {least} or more, got {value}")
+        return value
+
+    return number
+
+
+def _budgets(text: str) -> list[int]:
+    return sorted({_at_least(1)(part) for part in text.split(",")})
+
+
+if __name__ == "__main__":
+    sys.exit(main())

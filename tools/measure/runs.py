@@ -1,0 +1,110 @@
+"""One generation in one mode, timed from outside by `next()`. All modes decode greedily and ignore stop ids, so that
+every mode writes the same number of tokens."""
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Literal, NamedTuple
+
+import torch
+
+from ddtree import Proposer, Round, build_chain, build_tree, generate
+from qwen_gdn import QwenGDN, decode
+from qwen_gdn.decode import OnStage
+
+_BUILDS = {"chain": build_chain, "tree": build_tree}
+
+
+class Pair(NamedTuple):
+    """A target and what drafts for it."""
+
+    target: QwenGDN
+    drafter: Proposer
+
+
+class Mode(NamedTuple):
+    """How to decode: `plain` is the model's own loop without drafts; a budget counts drafted nodes."""
+
+    kind: Literal["plain", "chain", "tree"]
+    budget: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.budget}" if self.budget else self.kind
+
+
+PLAIN = Mode("plain")
+
+
+class Sample(NamedTuple):
+    """One generation: what it wrote, and seconds until its first token and from there to its end."""
+
+    tokens: list[int]
+    rounds: list[Round]
+    prefill: float
+    rest: float
+
+    @property
+    def drafting(self) -> list[Round]:
+        """The rounds that count: all but the first, which is the prefill's own token."""
+        return self.rounds[1:]
+
+
+STAGES = ("draft", "build", "verify", "sample", "commit")
+
+
+class StageClock:
+    """An `on_stage` that adds up the seconds of every stage of rounds that count, the device waited for."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.seconds = dict.fromkeys(STAGES, 0.0)
+        self._device = device
+        self._first = True
+
+    @contextmanager
+    def __call__(self, stage: str) -> Iterator[None]:
+        # The first round is the prefill and the sample right after it.
+        self._first = stage == "prefill" or (self._first and stage == "sample")
+        start = time.perf_counter()
+        yield
+        settle(self._device)
+        if not self._first:
+            self.seconds[stage] += time.perf_counter() - start
+
+
+def run(pair: Pair, mode: Mode, prompt: Sequence[int], count: int, on_stage: OnStage = nullcontext) -> Sample:
+    """Writes `count` tokens after a prompt; `on_stage` reaches the speculative modes only."""
+    rounds: list[Round] = []
+    start = time.perf_counter()
+    stream = _stream(pair, mode, prompt, count, on_stage)
+    rounds.append(next(stream))
+    settle(pair.target.device)
+    middle = time.perf_counter()
+    rounds += stream
+    settle(pair.target.device)
+    end = time.perf_counter()
+    return Sample([token for done in rounds for token in done.tokens], rounds, middle - start, end - middle)
+
+
+def _stream(pair: Pair, mode: Mode, prompt: Sequence[int], count: int, on_stage: OnStage) -> Iterator[Round]:
+    if mode.kind == "plain":
+        return (Round((token,), 0, 0) for token in decode(pair.target, prompt, max_new_tokens=count))
+    return generate(
+        pair.target,
+        pair.drafter,
+        prompt,
+        max_new_tokens=count,
+        budget=mode.budget,
+        build=_BUILDS[mode.kind],
+        on_stage=on_stage,
+    )
+
+
+def accepted_length(rounds: Sequence[Round]) -> float:
+    """Mean of accepted + 1 over rounds; 1 for none."""
+    return sum(done.accepted + 1 for done in rounds) / len(rounds) if rounds else 1.0
+
+
+def settle(device: torch.device) -> None:
+    """Waits until the device has done all that it was asked for."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,1 @@
+"""What the `tools/train_*.py` scripts share, from corpus to export. Not part of the product."""
