@@ -114,7 +114,7 @@ def generate(
     drafter.bind(target)
     if cache.length == 0:
         drafter.reset()
-    loop = _Loop(target, drafter, cache, sampler, frozenset(stop_ids), on_stage)
+    loop = _Loop(target, drafter, cache, sampler, frozenset(map(int, stop_ids)), on_stage)
     return loop.run(prompt, max_new_tokens, budget, build, prefill_window)
 
 
@@ -140,7 +140,8 @@ class _Loop:
     @torch.no_grad()
     def run(self, prompt: Tensor, count: int, budget: int, build: Build, window: int) -> Iterator[Round]:
         if count == 0:
-            self.prefill(prompt[:, :-1], window)
+            with self.cache.transaction():
+                self.prefill(prompt[:, :-1], window)
             return
         with self.cache.transaction():
             last = self.prefill(prompt, window)

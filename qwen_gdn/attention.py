@@ -5,9 +5,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .config import ModelConfig
-from .lanes import AttentionLane
+from .lanes import AttentionLane, Step
 from .norms import RMSNorm
-from .rope import Rotation, rotate
+from .rope import rotate
 
 
 class GatedAttention(nn.Module):
@@ -26,16 +26,16 @@ class GatedAttention(nn.Module):
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
 
-    def forward(self, x: Tensor, lane: AttentionLane, rope: Rotation, mask: Tensor | None, causal: bool) -> Tensor:
-        """x [B, T, D] -> [B, T, D]; `mask` and `causal` as in `Pass`."""
+    def forward(self, x: Tensor, lane: AttentionLane, step: Step) -> Tensor:
+        """x [B, T, D] -> [B, T, D]."""
         q, gate = self.q_proj(x).unflatten(-1, (-1, 2 * self.head_dim)).chunk(2, dim=-1)
         k = self.k_proj(x).unflatten(-1, (-1, self.head_dim))
         v = self.v_proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-        q = rotate(self.q_norm(q).transpose(1, 2), rope)
-        k = rotate(self.k_norm(k).transpose(1, 2), rope)
+        q = rotate(self.q_norm(q).transpose(1, 2), step.rope)
+        k = rotate(self.k_norm(k).transpose(1, 2), step.rope)
         keys, values = lane.extend(k, v)
         out = F.scaled_dot_product_attention(
-            q, keys, values, attn_mask=mask, is_causal=causal, enable_gqa=True
+            q, keys, values, attn_mask=step.mask, is_causal=step.causal, enable_gqa=True
         ).transpose(1, 2)
         gated: Tensor = self.o_proj((out * torch.sigmoid(gate)).flatten(2))
         return gated

@@ -16,8 +16,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from .integrity import check_layers
 from .lanes import ChainAttention, ChainDelta, ChainLane, Pass, TreeAttention, TreeDelta, TreeLane
-from .layer_cache import DeltaCache, KVCache, LayerCache
+from .layer_cache import DeltaCache, KVCache, LayerCache, LayerLayout
 from .topology import Path, Topology
 
 
@@ -47,8 +48,12 @@ class Branch:
         return self._cache.batch
 
     @property
+    def layout(self) -> tuple[LayerLayout, ...]:
+        return self._cache.layout
+
+    @property
     def nbytes(self) -> int:
-        """Bytes of the window: factors, columns and KV rows of its nodes; 0 until the forward has filled it."""
+        """Bytes of factors, columns and KV rows of the nodes; 0 before the forward and once the window is closed."""
         return _storage_bytes(t for lane in self._filled or () for t in lane.tensors())
 
     def begin(self, batch: int, count: int) -> Pass[TreeLane]:
@@ -72,6 +77,10 @@ class Branch:
     def finish(self, done: Pass[TreeLane]) -> None:
         """Keeps what the forward computed."""
         self._filled = done.lanes
+
+    def release(self) -> None:
+        """Lets go of what the forward computed; the cache has closed the window."""
+        self._filled = None
 
     def lanes(self) -> tuple[TreeLane, ...]:
         """What the forward computed for each layer; RuntimeError before it."""
@@ -100,6 +109,11 @@ class HybridCache:
     @property
     def layers(self) -> tuple[LayerCache, ...]:
         return self._now.layers
+
+    @property
+    def layout(self) -> tuple[LayerLayout, ...]:
+        """Dtype and sizes of every layer's memory, but for batch, capacity and history."""
+        return tuple(layer.layout for layer in self.layers)
 
     def __len__(self) -> int:
         return len(self.layers)
@@ -147,7 +161,7 @@ class HybridCache:
             RuntimeError: a window is open.
             ValueError: the batch differs, or the tokens exceed the capacity.
         """
-        self._refuse_open_window("a chain forward")
+        self.refuse_open_window("a chain forward")
         if batch != self.batch:
             raise ValueError(f"tokens have batch {batch}, the cache has {self.batch}; make it with batch={batch}")
         self._check_room(count, "tokens")
@@ -173,9 +187,11 @@ class HybridCache:
 
         Raises:
             RuntimeError: a window is open already.
-            ValueError: the deepest node would not fit the capacity.
+            ValueError: it is not one topology, or the deepest node would not fit the capacity.
         """
-        self._refuse_open_window("a second branch")
+        if not isinstance(topology, Topology):
+            raise ValueError(f"branch takes one Topology, shared by the whole batch, got {type(topology).__name__}")
+        self.refuse_open_window("a second branch")
         self._check_room(topology.max_depth + 1, "levels of the tree")
         window = Branch(self, topology)
         self._now = replace(self._now, window=window)
@@ -223,7 +239,7 @@ class HybridCache:
 
     def discard(self) -> None:
         """Drops the open window, if there is one; committed memory was never touched by it."""
-        self._now = replace(self._now, window=None)
+        self._close(replace(self._now, window=None))
 
     def crop(self, length: int) -> None:
         """Takes back the tokens from `length` on, exactly. `crop(0)` empties the cache.
@@ -232,7 +248,7 @@ class HybridCache:
             RuntimeError: a window is open.
             ValueError: `length` cannot be reached. Nothing is changed.
         """
-        self._refuse_open_window("a crop")
+        self.refuse_open_window("a crop")
         now = self._now
         if not 0 <= length <= now.length:
             raise ValueError(f"crop to {length}: the cache holds {now.length} tokens, so pass 0 to {now.length}")
@@ -267,23 +283,14 @@ class HybridCache:
         Raises:
             RuntimeError: a window is open.
         """
-        self._refuse_open_window("a fork")
+        self.refuse_open_window("a fork")
         copy = HybridCache((), self.capacity, self.rollback)
         copy._now = replace(self._now, layers=tuple(layer.clone() for layer in self))
         return copy
 
     def check(self) -> None:
-        """Raises ValueError if layers disagree in batch, capacity, dtype or device, or a state is not finite."""
-        _agree("batch", [layer.tensors()[0].shape[0] for layer in self])
-        _agree("device", [layer.tensors()[0].device for layer in self])
-        _agree("dtype", [(layer.keys if isinstance(layer, KVCache) else layer.columns).dtype for layer in self])
-        _agree(
-            "capacity",
-            [layer.keys.shape[2] if isinstance(layer, KVCache) else self.capacity for layer in self],
-        )
-        for i, layer in enumerate(self):
-            if isinstance(layer, DeltaCache) and not bool(layer.state.isfinite().all()):
-                raise ValueError(f"cache: the state of layer {i} is not finite at length {self.length}")
+        """Raises ValueError if layers disagree in batch, capacity, dtype, device or length, or hold no number."""
+        check_layers(self.layers, self.capacity, logged=self.length - self.crop_floor)
 
     @property
     def _any_tensor(self) -> Tensor:
@@ -299,9 +306,16 @@ class HybridCache:
         if length - floor > 2 * self.rollback:
             floor = length - self.rollback
             extended = tuple(layer.with_floor(floor - now.floor) for layer in extended)
-        self._now = _Record(length, floor, extended)
+        self._close(_Record(length, floor, extended))
 
-    def _refuse_open_window(self, what: str) -> None:
+    def _close(self, record: _Record) -> None:
+        """Swaps in a record without a window."""
+        window, self._now = self._now.window, record
+        if window is not None:
+            window.release()
+
+    def refuse_open_window(self, what: str) -> None:
+        """Raises RuntimeError if a window is open; `what` is what cannot be done meanwhile."""
         if self._now.window is not None:
             raise RuntimeError(f"{what} while a window is open: commit or discard it first")
 
@@ -311,12 +325,6 @@ class HybridCache:
                 f"cache: {self.length} committed tokens and {count} more {unit} exceed its capacity of "
                 f"{self.capacity}; make it with new_cache({self.length + count}) or more"
             )
-
-
-def _agree(what: str, values: list[object]) -> None:
-    for i, value in enumerate(values):
-        if value != values[0]:
-            raise ValueError(f"cache: layers disagree in {what}: layer 0 has {values[0]}, layer {i} has {value}")
 
 
 def _storage_bytes(tensors: Iterable[Tensor]) -> int:

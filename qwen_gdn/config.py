@@ -78,6 +78,10 @@ class ModelConfig:
                 raise ValueError(
                     f"config: {heads} {getattr(self, heads)} is no multiple of {groups} {getattr(self, groups)}"
                 )
+        if not self.rope_theta > 0:
+            raise ValueError(f"config: rope_theta must be positive, got {self.rope_theta!r}")
+        if not self.rms_norm_eps >= 0:
+            raise ValueError(f"config: rms_norm_eps must not be negative, got {self.rms_norm_eps!r}")
         if self.rotary_dim % 2 or self.rotary_dim > self.head_dim:
             raise ValueError(
                 f"config: rotary dimension {self.rotary_dim} must be even and at most head_dim {self.head_dim}"
@@ -191,7 +195,7 @@ def _check_supported(raw: Mapping[str, Any], text: Mapping[str, Any]) -> None:
     for key, accepted in _REQUIRED_VALUES.items():
         if key in text and text[key] not in accepted:
             raise ValueError(f"config: {key} {text[key]!r} is not supported; this model implements {accepted[0]!r}")
-    if raw.get("quantization_config", text.get("quantization_config")) is not None:
+    if any(table.get("quantization_config") is not None for table in (raw, text)):
         raise ValueError(
             "config: quantization_config is set; quantised checkpoints are not supported, use the BF16 one"
         )
@@ -244,8 +248,9 @@ def _output_gate(text: Mapping[str, Any]) -> OutputGate:
 
 def _tied(raw: Mapping[str, Any], text: Mapping[str, Any]) -> bool:
     """The tie flag stands at the root, in the text part, or in both; both must agree."""
-    flags = {table["tie_word_embeddings"] for table in (raw, text) if table.get("tie_word_embeddings") is not None}
+    key = "tie_word_embeddings"
+    flags = {_need(table, key, bool) for table in (raw, text) if table.get(key) is not None}
     if len(flags) != 1:
         found = "differs between the root and text_config" if flags else "is missing"
-        raise ValueError(f"config: tie_word_embeddings {found}; state one value")
-    return bool(flags.pop())
+        raise ValueError(f"config: {key} {found}; state one value")
+    return flags.pop()

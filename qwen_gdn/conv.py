@@ -1,10 +1,14 @@
 """Depthwise causal convolution over a chain, or over a tree by a gather. No bias, no activation.
 
+The taps are summed in float32 at least, and the sum is rounded once.
+
 Both take the pre-convolution columns of the last W − 1 committed tokens in front of the new ones, oldest first.
 """
 
 import torch
 from torch import Tensor
+
+from .norms import at_least_float32
 
 
 def chain_conv(columns: Tensor, weight: Tensor) -> Tensor:
@@ -17,13 +21,13 @@ def chain_conv(columns: Tensor, weight: Tensor) -> Tensor:
     Returns:
         [B, T, C].
     """
-    taps = weight.squeeze(1).t()
+    dtype, columns, taps = columns.dtype, at_least_float32(columns), at_least_float32(weight).squeeze(1).t()
     count = columns.shape[1] - len(taps) + 1
     # One multiply-add a tap: a library convolution costs more than the whole layer for a few tokens.
     out = columns[:, :count] * taps[0]
     for w in range(1, len(taps)):
         out = torch.addcmul(out, columns[:, w : w + count], taps[w])
-    return out
+    return out.to(dtype)
 
 
 def tree_conv(columns: Tensor, weight: Tensor, windows: Tensor) -> Tensor:
@@ -37,4 +41,5 @@ def tree_conv(columns: Tensor, weight: Tensor, windows: Tensor) -> Tensor:
     Returns:
         [B, N, C].
     """
-    return (columns[:, windows] * weight.squeeze(1).t()).sum(dim=2)
+    gathered, taps = at_least_float32(columns[:, windows]), at_least_float32(weight).squeeze(1).t()
+    return (gathered * taps).sum(dim=2).to(columns.dtype)

@@ -50,7 +50,7 @@ def decode(
     """
     prompt = checked_prompt(model, prompt_ids, max_new_tokens)
     cache = fitting_cache(model, cache, prompt.shape[1] + max_new_tokens - 1)
-    return _decode(model, prompt, max_new_tokens, frozenset(stop_ids), sampler, cache)
+    return _decode(model, prompt, max_new_tokens, frozenset(map(int, stop_ids)), sampler, cache)
 
 
 @torch.no_grad()
@@ -90,6 +90,8 @@ def prefill(
     Returns:
         the last token's final hidden state, [B, D] (empty for T = 0).
     """
+    if window < 1:
+        raise ValueError(f"the prefill window must hold at least one token, got {window}")
     last = prompt.new_empty(prompt.shape[0], 0)
     for part in prompt.split(window, dim=1) if prompt.shape[1] else ():
         with on_stage("prefill"):
@@ -101,8 +103,8 @@ def prefill(
 
 def checked_prompt(model: QwenGDN, prompt_ids: Sequence[int] | Tensor, max_new_tokens: int) -> Tensor:
     """The prompt as int64 [1, T] on the CPU; ValueError names what is wrong with it or with the count."""
-    if max_new_tokens < 0:
-        raise ValueError(f"max_new_tokens must be 0 or more, got {max_new_tokens}")
+    if not isinstance(max_new_tokens, int) or max_new_tokens < 0:
+        raise ValueError(f"max_new_tokens must be an integer of 0 or more, got {max_new_tokens!r}")
     prompt = torch.as_tensor(prompt_ids).detach().cpu()
     if prompt.numel() == 0:
         raise ValueError("the prompt is empty: give at least one token id")
@@ -121,11 +123,12 @@ def checked_prompt(model: QwenGDN, prompt_ids: Sequence[int] | Tensor, max_new_t
 
 
 def fitting_cache(model: QwenGDN, cache: HybridCache | None, count: int) -> HybridCache:
-    """The given cache if `count` more tokens fit into it, or a new one of that size."""
+    """The given cache if it takes `count` more tokens now, or a new one of that size."""
     if cache is None:
         return model.new_cache(max(count, 1))
     if cache.batch != 1:
         raise ValueError(f"decoding takes a cache of batch 1, got batch {cache.batch}")
+    cache.refuse_open_window("decoding")
     if cache.length + count > cache.capacity:
         raise ValueError(
             f"cache: {cache.length} committed tokens and {count} to come exceed its capacity of {cache.capacity}; "

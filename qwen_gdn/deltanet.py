@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .config import ModelConfig
-from .lanes import DeltaLane
+from .lanes import DeltaLane, Step
 from .norms import GatedRMSNorm, at_least_float32
 
 _L2_EPS = 1e-6
@@ -45,7 +45,8 @@ class GatedDeltaNet(nn.Module):
         self.norm = GatedRMSNorm(config.linear_value_head_dim, config.rms_norm_eps, config.output_gate)
         self.out_proj = nn.Linear(config.value_dim, config.hidden_size, bias=False)
 
-    def forward(self, x: Tensor, lane: DeltaLane) -> Tensor:
+    def forward(self, x: Tensor, lane: DeltaLane, step: Step) -> Tensor:
+        """x [B, T, D] -> [B, T, D]. Nothing of `step` is read: order is in the lane."""
         mixed = F.silu(lane.convolve(self.in_proj_qkv(x), self.conv1d.weight))
         q, k, v = mixed.split(self.split, dim=-1)
         q = _l2_norm(q.unflatten(-1, (-1, self.key_head_dim)))

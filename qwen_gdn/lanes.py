@@ -15,7 +15,8 @@ from torch import Tensor
 
 from .conv import chain_conv, tree_conv
 from .delta_rule import delta_chain, delta_window
-from .layer_cache import DeltaCache, DeltaRows, KVCache, LayerCache
+from .layer_cache import DeltaCache, DeltaRows, KVCache, LayerCache, LayerLayout
+from .rope import Rotation
 
 
 class AttentionLane(Protocol):
@@ -69,8 +70,20 @@ class Pass(NamedTuple, Generic[L]):
     lanes: tuple[L, ...]
 
 
+class Step(NamedTuple):
+    """What every mixer of one forward is given; `mask` and `causal` as in `Pass`."""
+
+    rope: Rotation
+    mask: Tensor | None
+    causal: bool
+
+
 class Memory(Protocol):
     """What the model's forward asks of a cache or of a window."""
+
+    @property
+    def layout(self) -> tuple[LayerLayout, ...]:
+        """What the layers remember, to be compared with the model's own."""
 
     def begin(self, batch: int, count: int) -> Pass[Any]:
         """The view for a forward over `count` tokens a row; raises if it may not run. Changes nothing committed."""
@@ -125,6 +138,7 @@ class ChainDelta:
     def mix(self, q: Tensor, k: Tensor, v: Tensor, *, log_decay: Tensor, beta: Tensor) -> Tensor:
         out, state, factors = delta_chain(q, k, v, log_decay=log_decay, beta=beta, state=self._layer.state)
         self._next = self._layer.advanced(state, DeltaRows(factors, self._columns))
+        del self._columns  # a window's rows of every layer would add up until the forward's end
         return out
 
     def committed(self) -> LayerCache:

@@ -25,6 +25,10 @@ class KVCache:
     def tensors(self) -> tuple[Tensor, ...]:
         return self.keys, self.values
 
+    @property
+    def layout(self) -> "LayerLayout":
+        return self.keys.dtype, self.keys.shape[1], self.keys.shape[3]
+
     def clone(self) -> "KVCache":
         return KVCache(self.keys.clone(), self.values.clone())
 
@@ -80,6 +84,10 @@ class DeltaCache:
     columns: Tensor
     log: DeltaLog | None = None
 
+    @property
+    def layout(self) -> "LayerLayout":
+        return self.columns.dtype, *self.state.shape[1:], *self.columns.shape[1:]
+
     def advanced(self, state: Tensor, rows: DeltaRows) -> "DeltaCache":
         """The memory after more tokens: `state` is the state after them, `rows` what they were."""
         log = self.log and self.log._replace(since=self.log.since.append(rows))
@@ -107,6 +115,14 @@ class DeltaCache:
         assert self.log is not None, "a cache without rollback has no floor below its length"
         return DeltaCache(self.log.state, self.log.columns), self.log.since.take(slice(since_floor))
 
+    def columns_held(self) -> tuple[Tensor, ...]:
+        """All tensors in the activations' dtype."""
+        return (self.columns, self.log.columns, self.log.since.columns) if self.log else (self.columns,)
+
+    def exact_held(self) -> tuple[Tensor, ...]:
+        """All tensors in float32 or better: states and factors."""
+        return (self.state, self.log.state, *self.log.since.factors) if self.log else (self.state,)
+
     def emptied(self) -> "DeltaCache":
         state, columns = torch.zeros_like(self.state), torch.zeros_like(self.columns)
         log = self.log and DeltaLog(state, columns, self.log.since.take(slice(0)))
@@ -122,6 +138,8 @@ class DeltaCache:
 
 
 LayerCache = KVCache | DeltaCache
+LayerLayout = tuple[torch.dtype | int, ...]
+"""Dtype of activations and the sizes that do not depend on batch, capacity or history."""
 
 
 def _last_columns(before: Tensor, after: Tensor) -> Tensor:

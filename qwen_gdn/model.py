@@ -11,11 +11,11 @@ from .attention import GatedAttention
 from .cache import Branch, HybridCache
 from .config import LayerType, ModelConfig
 from .deltanet import GatedDeltaNet
-from .lanes import FreshAttention, FreshDelta, Memory, Pass
-from .layer_cache import KVCache, LayerCache, empty_delta_cache
+from .lanes import FreshAttention, FreshDelta, Memory, Pass, Step
+from .layer_cache import KVCache, LayerCache, LayerLayout, empty_delta_cache
 from .mlp import MLP
 from .norms import RMSNorm
-from .rope import Rotation, rotation
+from .rope import rotation
 
 LayerId = int | Literal["final"]
 
@@ -32,27 +32,26 @@ class Hidden(NamedTuple):
 
 
 class DecoderLayer(nn.Module):
-    """Pre-norm residual wiring; the layer's kind supplies the mixer alone."""
+    """Pre-norm residual wiring; the layer's kind supplies the mixer alone, under the checkpoint's name for it."""
 
     def __init__(self, config: ModelConfig, kind: LayerType) -> None:
         super().__init__()
-        self.kind = kind
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        if kind == "linear_attention":
-            self.linear_attn = GatedDeltaNet(config)
-        else:
-            self.self_attn = GatedAttention(config)
+        self.mixer_name, mixer = _MIXERS[kind]
+        self.add_module(self.mixer_name, mixer(config))
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config.hidden_size, config.intermediate_size)
 
-    def forward(self, x: Tensor, lane: Any, rope: Rotation, view: Pass[Any]) -> Tensor:
-        normed = self.input_layernorm(x)
-        if self.kind == "linear_attention":
-            x = x + self.linear_attn(normed, lane)
-        else:
-            x = x + self.self_attn(normed, lane, rope, view.mask, view.causal)
+    def forward(self, x: Tensor, lane: Any, step: Step) -> Tensor:
+        x = x + getattr(self, self.mixer_name)(self.input_layernorm(x), lane, step)
         out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
         return out
+
+
+_MIXERS: dict[LayerType, tuple[str, type[GatedDeltaNet] | type[GatedAttention]]] = {
+    "linear_attention": ("linear_attn", GatedDeltaNet),
+    "full_attention": ("self_attn", GatedAttention),
+}
 
 
 class QwenGDN(nn.Module):
@@ -126,21 +125,25 @@ class QwenGDN(nn.Module):
         for name, value, least in (("capacity", capacity, 1), ("batch", batch, 1), ("rollback", rollback, 0)):
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ValueError(f"new_cache: {name} must be an integer of at least {least}, got {value!r}")
-        layers = (self._empty_layer(kind, capacity, batch, rollback > 0) for kind in self.config.layer_types)
-        return HybridCache(layers, capacity, rollback)
+        kinds = self.config.layer_types
+        with torch.inference_mode(False):  # rows made in that mode could not be written outside it
+            return HybridCache((self._empty_layer(k, capacity, batch, rollback > 0) for k in kinds), capacity, rollback)
 
     def _remember(self, tokens: Tensor, memory: Memory, capture: Sequence[LayerId]) -> Hidden:
+        if memory.layout != self._layout():
+            raise ValueError("the cache is one of another architecture or dtype; make it with this model's new_cache")
         view = memory.begin(*tokens.shape)
         hidden = self._run(tokens, view, capture)
         memory.finish(view)
         return hidden
 
     def _run(self, tokens: Tensor, view: Pass[Any], capture: Sequence[LayerId]) -> Hidden:
-        rope = rotation(view.positions, self.config.rotary_dim, self.config.rope_theta, self.dtype)
+        c = self.config
+        step = Step(rotation(view.positions, c.rotary_dim, c.rope_theta, self.dtype), view.mask, view.causal)
         x = self.embed(tokens)
         kept: dict[LayerId, Tensor] = {}
         for i, (layer, lane) in enumerate(zip(self.layers, view.lanes, strict=True)):
-            x = layer(x, lane, rope, view)
+            x = layer(x, lane, step)
             if i in capture:
                 kept[i] = x
         final = self.norm(x)
@@ -150,6 +153,14 @@ class QwenGDN(nn.Module):
     def _fresh_pass(self, count: int) -> Pass[Any]:
         lanes = (FreshDelta() if kind == "linear_attention" else FreshAttention() for kind in self.config.layer_types)
         return Pass(torch.arange(count, device=self.device), mask=None, causal=True, lanes=tuple(lanes))
+
+    def _layout(self) -> tuple[LayerLayout, ...]:
+        """What `HybridCache.layout` is for a cache of this model."""
+        c, dtype = self.config, self.dtype
+        attention = (dtype, c.num_key_value_heads, c.head_dim)
+        state = (c.linear_num_value_heads, c.linear_key_head_dim, c.linear_value_head_dim)
+        delta = (dtype, *state, c.linear_conv_kernel_dim - 1, c.conv_dim)
+        return tuple(attention if kind == "full_attention" else delta for kind in c.layer_types)
 
     def _empty_layer(self, kind: LayerType, capacity: int, batch: int, logged: bool) -> LayerCache:
         c, like = self.config, self.embed_tokens.weight.detach()
@@ -176,6 +187,6 @@ class QwenGDN(nn.Module):
     def _checked_layers(self, capture: Sequence[LayerId]) -> Sequence[LayerId]:
         count = len(self.layers)
         for i in capture:
-            if i != "final" and not 0 <= i < count:
-                raise ValueError(f"capture: layer id {i} is outside [0, {count})")
+            if i != "final" and not (isinstance(i, int) and 0 <= i < count):
+                raise ValueError(f"capture: layer id {i!r} is neither 'final' nor in [0, {count})")
         return capture

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from functools import cached_property
+from operator import index
 
 import torch
 from torch import Tensor
@@ -84,7 +85,10 @@ class Topology:
         Raises:
             ValueError: it is no root path of this topology; the first wrong step is named.
         """
-        nodes: list[int] = path.tolist() if isinstance(path, Tensor) else [int(i) for i in path]
+        try:
+            nodes = [index(i) for i in (path.tolist() if isinstance(path, Tensor) else path)]
+        except TypeError:
+            raise ValueError(f"path: give one list of node indices, shared by the whole batch, got {path}") from None
         previous = -1
         for step, node in enumerate(nodes):
             if not 0 <= node < len(self):

@@ -1,0 +1,37 @@
+"""Whether the layer caches of one hybrid cache belong together. It reads, and repairs nothing."""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from .layer_cache import DeltaCache, KVCache, LayerCache
+from .norms import at_least_float32
+
+
+def check_layers(layers: Sequence[LayerCache], capacity: int, logged: int) -> None:
+    """Raises ValueError at the first layer that is out of step; it names the layer and both values.
+
+    Args:
+        logged: number of tokens that every rollback log must hold.
+    """
+    every = [(i, t) for i, layer in enumerate(layers) for t in layer.tensors()]
+    kv = [(i, t) for i, layer in enumerate(layers) if isinstance(layer, KVCache) for t in layer.tensors()]
+    deltas = [(i, layer) for i, layer in enumerate(layers) if isinstance(layer, DeltaCache)]
+    columns = [(i, t) for i, layer in deltas for t in layer.columns_held()]
+    exact = [(i, t) for i, layer in deltas for t in layer.exact_held()]
+    dtype = (kv + columns)[0][1].dtype
+    _agree("batch", ((i, t.shape[0]) for i, t in every), every[0][1].shape[0])
+    _agree("device", ((i, t.device) for i, t in every), every[0][1].device)
+    _agree("capacity", ((i, t.shape[2]) for i, t in kv), capacity)
+    _agree("dtype", ((i, t.dtype) for i, t in kv + columns), dtype)
+    _agree("dtype of the state", ((i, t.dtype) for i, t in exact), at_least_float32(torch.empty(0, dtype=dtype)).dtype)
+    _agree("length", ((i, layer.log.since.columns.shape[1]) for i, layer in deltas if layer.log), logged)
+    for i, t in exact:
+        if not bool(t.isfinite().all()):
+            raise ValueError(f"cache: the state of layer {i} is not finite; crop(0) and feed the tokens again")
+
+
+def _agree(what: str, values: Iterable[tuple[int, object]], wanted: object) -> None:
+    for i, value in values:
+        if value != wanted:
+            raise ValueError(f"cache: layers disagree in {what}: layer {i} has {value}, it should be {wanted}")

@@ -1,0 +1,183 @@
+"""Reading config.json: both published shapes, and an error that names the key for whatever is not understood."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny import tiny_raw
+
+from qwen_gdn import ModelConfig
+
+ROPE = {
+    "mrope_interleaved": True,
+    "mrope_section": [11, 11, 10],
+    "partial_rotary_factor": 0.25,
+    "rope_theta": 10000000,
+    "rope_type": "default",
+}
+PUBLISHED_TEXT: dict[str, Any] = {
+    "attention_bias": False,
+    "attn_output_gate": True,
+    "dtype": "bfloat16",
+    "eos_token_id": 248044,
+    "full_attention_interval": 4,
+    "head_dim": 256,
+    "hidden_act": "silu",
+    "hidden_size": 5120,
+    "intermediate_size": 17408,
+    "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 16,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 48,
+    "linear_value_head_dim": 128,
+    "mamba_ssm_dtype": "float32",
+    "max_position_embeddings": 262144,
+    "model_type": "qwen3_5_text",
+    "mtp_num_hidden_layers": 1,
+    "num_attention_heads": 24,
+    "num_hidden_layers": 64,
+    "num_key_value_heads": 4,
+    "output_gate_type": "swish",
+    "partial_rotary_factor": 0.25,
+    "rms_norm_eps": 1e-06,
+    "rope_parameters": ROPE,
+    "tie_word_embeddings": False,
+    "vocab_size": 248320,
+}
+
+
+def test_the_published_nested_layout_and_its_flat_export_read_the_same() -> None:
+    nested = {"model_type": "qwen3_5", "tie_word_embeddings": False, "text_config": PUBLISHED_TEXT, "vision_config": {}}
+    config = ModelConfig.from_dict(nested)
+    assert config == ModelConfig.from_dict(PUBLISHED_TEXT)
+    assert (config.num_hidden_layers, config.rotary_dim, config.rope_theta) == (64, 64, 1e7)
+    assert (config.key_dim, config.value_dim, config.conv_dim) == (2048, 6144, 10240)
+    assert config.head_dim * config.num_attention_heads != config.hidden_size
+    assert (config.output_gate, config.eos_token_ids, config.max_position_embeddings) == ("silu", (248044,), 262144)
+
+
+def test_configs_are_frozen() -> None:
+    config = ModelConfig.from_dict(tiny_raw())
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.hidden_size = 5  # type: ignore[misc]
+
+
+MATERIAL = sorted(set(tiny_raw()) - {"rope_parameters"})
+
+
+@pytest.mark.parametrize("key", MATERIAL)
+@pytest.mark.parametrize("null", [False, True], ids=["missing", "null"])
+def test_every_architecture_key_is_required_by_name(key: str, null: bool) -> None:
+    raw = tiny_raw()
+    del raw[key]
+    with pytest.raises(ValueError, match=key):
+        ModelConfig.from_dict(raw | ({key: None} if null else {}))
+
+
+@pytest.mark.parametrize("key", ["rope_theta", "partial_rotary_factor"])
+def test_rotary_keys_are_read_nested_first_then_flat_and_never_defaulted(key: str) -> None:
+    raw = tiny_raw()
+    nested = dict(raw["rope_parameters"])
+    value = nested.pop(key)
+    with pytest.raises(ValueError, match=key):
+        ModelConfig.from_dict(raw | {"rope_parameters": nested})
+    flat = ModelConfig.from_dict(raw | {"rope_parameters": nested, key: value})
+    assert flat == ModelConfig.from_dict(raw)
+    assert ModelConfig.from_dict(raw | {key: value / 2}) == flat
+    without = {k: v for k, v in raw.items() if k != "rope_parameters"}
+    assert ModelConfig.from_dict(without | {"rope_theta": 1e4, "partial_rotary_factor": 0.25}) == flat
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "unknown layer": ({"layer_types": ["linear_attention", "mamba"], "num_hidden_layers": 2}, "mamba"),
+    "short layer list": ({"num_hidden_layers": 9}, "8.*9"),
+    "no layers": ({"layer_types": [], "num_hidden_layers": 0}, "layer_types"),
+    "layer list of another type": ({"layer_types": "linear_attention"}, "layer_types"),
+    "interval contradicts the list": ({"full_attention_interval": 3}, r"layer_types\[2\].*3"),
+    "interval of zero": ({"full_attention_interval": 0}, "full_attention_interval.*0"),
+    "negative interval": ({"full_attention_interval": -4}, "full_attention_interval.*-4"),
+    "yarn": ({"rope_parameters": tiny_raw()["rope_parameters"] | {"rope_type": "yarn"}}, "rope_type 'yarn'"),
+    "old name of the rope type": ({"rope_parameters": {"type": "linear", "rope_theta": 1e4}}, "rope_type 'linear'"),
+    "flat rope scaling": ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_scaling"),
+    "other activation": ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+    "attention bias": ({"attention_bias": True}, "attention_bias True"),
+    "no output gate": ({"attn_output_gate": False}, "attn_output_gate False"),
+    "unknown output gate": ({"output_gate_type": "tanh"}, "output_gate_type 'tanh'"),
+    "experts": ({"num_experts": 8}, "num_experts 8"),
+    "another family": ({"model_type": "qwen3_next"}, "model_type 'qwen3_next'"),
+    "mixture model type": ({"model_type": "qwen3_5_moe_text"}, "model_type 'qwen3_5_moe_text'"),
+    "quantised": ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+    "query heads no multiple": ({"num_attention_heads": 5}, "5.*2"),
+    "value heads no multiple": ({"linear_num_value_heads": 5}, "5.*2"),
+    "zero size": ({"hidden_size": 0}, "hidden_size.*0"),
+    "negative size": ({"linear_conv_kernel_dim": -1}, "linear_conv_kernel_dim.*-1"),
+    "size as text": ({"vocab_size": "97"}, "vocab_size.*'97'"),
+    "size as fraction": ({"head_dim": 16.5}, "head_dim.*16.5"),
+    "flag as size": ({"head_dim": True}, "head_dim.*True"),
+    "flag as text": ({"tie_word_embeddings": "false"}, "tie_word_embeddings.*'false'"),
+    "odd rotary dimension": ({"head_dim": 20}, "5.*20"),
+    "rotary wider than the head": ({"partial_rotary_factor": 1.5}, "24.*16"),
+    "negative theta": ({"rope_theta": -1.0}, "rope_theta.*-1"),
+    "negative epsilon": ({"rms_norm_eps": -1e-6}, "rms_norm_eps.*-1e-06"),
+    "eos as text": ({"eos_token_id": "</s>"}, "eos_token_id"),
+    "eos in a nested list": ({"eos_token_id": [[1]]}, "eos_token_id"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_understood_is_refused_in_one_line(name: str) -> None:
+    changes, words = REFUSED[name]
+    rope = {k: changes[k] for k in ("rope_theta", "partial_rotary_factor") if k in changes}
+    with pytest.raises(ValueError, match=words) as error:
+        ModelConfig.from_dict(tiny_raw(**rope) | changes)
+    assert "\n" not in str(error.value)
+
+
+def test_quantisation_is_seen_at_the_root_and_in_the_text_part() -> None:
+    scheme = {"quantization_config": {"quant_method": "fp8"}}
+    for raw in (
+        {"text_config": tiny_raw()} | scheme,
+        {"text_config": tiny_raw() | scheme},
+        {"text_config": tiny_raw() | scheme, "quantization_config": None},
+    ):
+        with pytest.raises(ValueError, match="quantization_config"):
+            ModelConfig.from_dict(raw)
+
+
+def test_the_tie_flag_is_read_at_the_root_and_in_the_text_part() -> None:
+    text = {k: v for k, v in tiny_raw().items() if k != "tie_word_embeddings"}
+    assert ModelConfig.from_dict({"text_config": text, "tie_word_embeddings": True}).tie_word_embeddings
+    assert ModelConfig.from_dict({"text_config": text | {"tie_word_embeddings": True}}).tie_word_embeddings
+    with pytest.raises(ValueError, match="tie_word_embeddings"):
+        ModelConfig.from_dict({"text_config": text | {"tie_word_embeddings": True}, "tie_word_embeddings": False})
+
+
+def test_the_layer_list_may_come_with_its_interval_or_with_none() -> None:
+    plain = ModelConfig.from_dict(tiny_raw())
+    assert ModelConfig.from_dict(tiny_raw(full_attention_interval=4)) == plain
+    assert ModelConfig.from_dict(tiny_raw(layer_types=["full_attention"])).num_hidden_layers == 1
+
+
+@pytest.mark.parametrize(("stated", "ids"), [(3, (3,)), ([3, 1], (3, 1)), ([], ()), (None, ())])
+def test_stop_ids_may_be_one_many_or_none(stated: Any, ids: tuple[int, ...]) -> None:
+    assert ModelConfig.from_dict(tiny_raw(eos_token_id=stated)).eos_token_ids == ids
+    assert ModelConfig.from_dict({"text_config": tiny_raw(eos_token_id=stated)}).eos_token_ids == ids
+
+
+def test_unknown_keys_without_meaning_for_the_arithmetic_are_ignored() -> None:
+    extra = {"bos_token_id": 5, "initializer_range": 0.02, "use_cache": True, "mamba_ssm_dtype": "float32"}
+    assert ModelConfig.from_dict(tiny_raw(**extra)) == ModelConfig.from_dict(tiny_raw())
+
+
+def test_folders_without_a_readable_config_are_refused_by_file_name(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"config\.json"):
+        ModelConfig.from_folder(tmp_path)
+    for text in ("{", "[1, 2]", "null", "\x00"):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(ValueError, match=r"config\.json"):
+            ModelConfig.from_folder(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(tiny_raw()))
+    assert ModelConfig.from_folder(str(tmp_path)) == ModelConfig.from_dict(tiny_raw())

@@ -1,0 +1,21 @@
+"""Checkpoints: where they are, what they hold, and how they become models and tokenizers."""
+
+from .chat import ChatTemplate
+from .files import CheckpointError
+from .load import LoadReport, load_drafter, load_target, read_drafter, read_target, stop_ids
+from .stream import TextStream
+from .tokenizer import Tokenizer, load_tokenizer
+
+__all__ = [
+    "ChatTemplate",
+    "CheckpointError",
+    "LoadReport",
+    "TextStream",
+    "Tokenizer",
+    "load_drafter",
+    "load_target",
+    "load_tokenizer",
+    "read_drafter",
+    "read_target",
+    "stop_ids",
+]

@@ -1,0 +1,186 @@
+"""Builds a target or a drafter from a checkpoint: every parameter filled exactly once, or one error.
+
+Modules are built without memory, and all that configs and headers tell is checked before any data are read.
+Quantised checkpoints are refused: their numbers mean nothing without the scales stored beside them.
+"""
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from ddtree.drafter import DFlashDrafter
+from ddtree.drafter_config import DFlashConfig
+from qwen_gdn.config import ModelConfig, token_ids
+from qwen_gdn.model import QwenGDN
+
+from . import names
+from .files import (
+    CONFIG_FILES,
+    INDEX_FILE,
+    CheckpointError,
+    Part,
+    Source,
+    fetch_shards,
+    one_line,
+    read_json,
+    resolve,
+)
+from .fill import DTYPES, check, fill
+from .shards import Stored, list_tensors, read_index
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """What one load read.
+
+    Attributes:
+        folder: where the files lie.
+        dtype: dtype of the parameters, but for the few kept in float32.
+        tensors, nbytes: number and stored size of the tensors that fill parameters.
+        skipped: rule -> number of tensors that it left out.
+    """
+
+    folder: Path
+    dtype: torch.dtype
+    tensors: int
+    nbytes: int
+    skipped: Mapping[str, int]
+
+
+def load_target(source: Source, *, device: str | torch.device = "cpu", dtype: torch.dtype | None = None) -> QwenGDN:
+    """A target model in eval mode, without gradients.
+
+    Args:
+        source: a folder, a hub id `owner/name`, or `bundled`.
+        dtype: of weights and activations. None is float32 on a CPU and elsewhere the type in which most of the
+            checkpoint's bytes are stored. A_log, dt_bias and the delta layers' norms stay in float32 regardless
+            (float64 in a float64 model).
+
+    Raises:
+        ValueError: the source cannot be found or read as a dense Qwen3.5/3.6/3.8 checkpoint, or this device or
+            dtype cannot be had (mostly its subclass `CheckpointError`); one line that says what and where.
+    """
+    return read_target(source, device=device, dtype=dtype)[0]
+
+
+def load_drafter(
+    source: Source, *, device: str | torch.device = "cpu", dtype: torch.dtype | None = None
+) -> DFlashDrafter:
+    """A DFlash drafter in eval mode, without gradients; arguments and errors as for `load_target`.
+
+    It has no embedding and no head: those are the target's, which it meets in `bind`.
+    """
+    return read_drafter(source, device=device, dtype=dtype)[0]
+
+
+def read_target(
+    source: Source, *, device: str | torch.device = "cpu", dtype: torch.dtype | None = None
+) -> tuple[QwenGDN, LoadReport]:
+    """`load_target`, and what was read and left out."""
+    return _load(source, _TARGET, device, dtype)
+
+
+def read_drafter(
+    source: Source, *, device: str | torch.device = "cpu", dtype: torch.dtype | None = None
+) -> tuple[DFlashDrafter, LoadReport]:
+    """`load_drafter`, and what was read and left out."""
+    return _load(source, _DRAFTER, device, dtype)
+
+
+def stop_ids(source: Source, config: ModelConfig) -> tuple[int, ...]:
+    """All token ids that end a text, without repeats.
+
+    The union, in this order, of `eos_token_id` in the text part of config.json, at its root, and in
+    generation_config.json: published checkpoints name different ones in each and mean all of them.
+
+    Raises:
+        CheckpointError: a file is damaged, or an id is outside the vocabulary.
+    """
+    folder = resolve(source, "target", CONFIG_FILES)
+    stated = [read_json(folder / "config.json")]
+    if (folder / "generation_config.json").exists():
+        stated.append(read_json(folder / "generation_config.json"))
+    try:
+        more = [i for table in stated for i in token_ids(table.get("eos_token_id"), "eos_token_id")]
+    except ValueError as error:
+        raise CheckpointError(f"{folder}: {error}") from None
+    ids = tuple(dict.fromkeys((*config.eos_token_ids, *more)))
+    for i in ids:
+        if not 0 <= i < config.vocab_size:
+            raise CheckpointError(f"{folder}: eos_token_id {i} is outside the vocabulary of {config.vocab_size}")
+    return ids
+
+
+class _Kind(NamedTuple):
+    """What differs between the two kinds of checkpoint."""
+
+    part: Part
+    build: Callable[[dict[str, Any]], nn.Module]
+    skip: names.Skip
+    rename: Callable[[str], str | None]
+
+
+_TARGET = _Kind("target", lambda raw: QwenGDN(ModelConfig.from_dict(raw)), names.skip_in_target, names.target_parameter)
+_DRAFTER = _Kind(
+    "drafter", lambda raw: DFlashDrafter(DFlashConfig.from_dict(raw)), names.skip_in_drafter, lambda name: name
+)
+
+
+def _load(source: Source, kind: _Kind, device: str | torch.device, dtype: torch.dtype | None) -> tuple[Any, LoadReport]:
+    where = _checked_device(device)
+    if dtype is not None and dtype not in DTYPES.values():
+        raise ValueError(f"dtype {dtype} is not supported; use one of {', '.join(map(str, DTYPES.values()))}")
+    folder = resolve(source, kind.part, (*CONFIG_FILES, INDEX_FILE))
+    module = _built_empty(folder, kind)
+    index = read_index(folder)
+    fetch_shards(source, folder, None if index is None else {f for t, f in index.items() if not kind.skip(t)})
+    listing = list_tensors(folder)
+    plan = names.plan((*listing.stored, *listing.absent), dict(module.named_parameters()), kind.skip, kind.rename)
+    check(folder, module, plan, listing)
+    wanted = {name: listing.stored[name] for name in plan.sources.values()}
+    if dtype is None:
+        dtype = torch.float32 if where.type == "cpu" else _prevailing(wanted.values())
+    fill(module, plan.sources, wanted, where, dtype)
+    report = LoadReport(folder, dtype, len(wanted), sum(s.nbytes for s in wanted.values()), dict(plan.skipped))
+    _log.info("%s", report)
+    return module.eval(), report
+
+
+def _checked_device(device: str | torch.device) -> torch.device:
+    """The device, after a trial allocation: what is missing shows before a checkpoint is read."""
+    try:
+        return torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise ValueError(f"device {str(device)!r} cannot be used: {one_line(error)}; use 'cpu'") from None
+
+
+def _built_empty(folder: Path, kind: _Kind) -> nn.Module:
+    """The module that the folder's config describes, on no device."""
+    raw = read_json(folder / "config.json")
+    text = raw.get("text_config")
+    for table in (raw, text if isinstance(text, dict) else {}):
+        method = table.get("quantization_config")
+        if method is not None:
+            form = method.get("quant_method") if isinstance(method, dict) else method
+            raise CheckpointError(f"{folder} is quantised ({form}), which is not read here; use its BF16 release")
+    try:
+        with torch.device("meta"):
+            return kind.build(raw)
+    except ValueError as error:
+        raise CheckpointError(f"{folder}: {error}") from None
+
+
+def _prevailing(stored: Iterable[Stored]) -> torch.dtype:
+    """The dtype in which most bytes are stored."""
+    weight: Counter[str] = Counter()
+    for entry in stored:
+        weight[entry.dtype] += entry.nbytes
+    return DTYPES[weight.most_common(1)[0][0]]
