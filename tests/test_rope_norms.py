@@ -7,7 +7,7 @@ from torch import Tensor
 
 from qwen_gdn import DeltaCache, ModelConfig, Topology
 from qwen_gdn.attention import GatedAttention
-from qwen_gdn.lanes import FreshAttention
+from qwen_gdn.lanes import FreshAttention, Step
 from qwen_gdn.norms import GatedRMSNorm, PlainRMSNorm, RMSNorm
 from qwen_gdn.rope import rotate, rotation
 
@@ -93,7 +93,7 @@ def test_query_and_gate_rows_alternate_head_by_head() -> None:
             rows[head, 1, :, 0] = 0.1 * (head + 1)
         x = torch.zeros(1, 2, 8, dtype=torch.float64)
         x[..., 0] = 1.0
-        attention(x, FreshAttention(), rotation(torch.arange(2), 2, 1e4, torch.float64), None, True)
+        attention(x, FreshAttention(), Step(rotation(torch.arange(2), 2, 1e4, torch.float64), None, True))
     heads = torch.arange(3.0).double()
     assert torch.equal(seen["q"], heads.view(1, 1, 3, 1).expand(1, 2, 3, 4))
     gates = torch.sigmoid(0.1 * (heads + 1)).repeat_interleave(4)  # every value read is 1
