@@ -1,7 +1,7 @@
 """The full grid of exactness: `generate` against `decode`, for every scripted proposer, budget and shape of tree.
 
-    python tools/exactness.py                    a tiny random hybrid in float64 and float32
-    python tools/exactness.py --model deep       one of eight layers
+    python tools/exactness.py                    a tiny random hybrid in float64 and float32, half an hour
+    python tools/exactness.py --model deep       one of eight layers, an hour and a half
     python tools/exactness.py --model bundled --drafter bundled --budgets 7,31 --prompts 10
 
 A difference is a fault in float64. In float32 it is one if the two tokens' float64 logits differ by more than 1e-5 of
