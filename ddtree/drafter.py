@@ -5,7 +5,7 @@ It knows no trees and no acceptance, and nothing it proposes can change what the
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -116,6 +116,10 @@ class DFlashDrafter(nn.Module):
         hidden: Tensor = self.norm(x)
         return hidden
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A copied or pickled drafter is unbound: it owns no target."""
+        return self.__dict__ | {"_borrowed": None}
+
     @property
     def context_length(self) -> int:
         """Rows observed since the last reset, which is the position of the next root."""
@@ -201,7 +205,8 @@ def _grown(buffer: Tensor, new: Tensor, length: int) -> Tensor:
     """A buffer that holds `length` rows and then the new ones: the same one if they fit, else one twice as long."""
     end = length + new.shape[2]
     if end > buffer.shape[2]:
-        longer = buffer.new_empty(*buffer.shape[:2], max(end, 2 * buffer.shape[2]), buffer.shape[3])
+        with torch.inference_mode(False):  # rows made in that mode could not be written outside it
+            longer = buffer.new_empty(*buffer.shape[:2], max(end, 2 * buffer.shape[2]), buffer.shape[3])
         longer[:, :, :length] = buffer[:, :, :length]
         buffer = longer
     buffer[:, :, length:end] = new

@@ -16,6 +16,7 @@ from torch import Tensor
 from qwen_gdn.cache import HybridCache
 from qwen_gdn.decode import PREFILL_WINDOW, OnStage, Sampler, checked_prompt, fitting_cache, greedy, prefill
 from qwen_gdn.model import Hidden, LayerId, QwenGDN
+from qwen_gdn.topology import Topology
 
 from .tree import DraftTree, Prefix, Scores, accept, build_chain, build_tree
 
@@ -25,7 +26,7 @@ Build = Callable[[int, Tensor | Scores, int], DraftTree]
 class Round(NamedTuple):
     """What one round emitted.
 
-    tokens: the emitted ids; `len(tokens) == accepted + 1` unless a stop id or the token count cut it.
+    tokens: the emitted ids; `len(tokens) == accepted + 1` unless a stop id cut it.
     drafted: nodes put before the target, the root not counted.
     accepted: drafted nodes that the target's draws followed, before any cut.
     """
@@ -90,7 +91,8 @@ def generate(
     """Generates round by round; the first round is the prefill's own token, with nothing drafted.
 
     After every round, however the generation ends, the cache holds all prompt and emitted tokens but the last. A
-    round that raises leaves the cache where it was before that round.
+    round that raises, the prompt's too, leaves the cache where it was before; the drafter may then hold rows that the
+    cache gave back, which costs acceptance until its `reset`, never correctness.
 
     Args:
         drafter: a proposer; it is bound to the target here.
@@ -100,16 +102,18 @@ def generate(
         cache: memory to continue from; the prompt follows what it holds, and the drafter is taken to have observed
             just those rows. With None or an empty cache the drafter is reset.
         build: makes a tree of at most `budget` nodes from a root and scores: `build_tree`, `build_chain` or your own.
+            Nodes too deep to be emitted any more are dropped.
         prefill_window: tokens of the prompt per forward.
         on_stage: entered with the name of each stage: prefill, draft, build, verify, sample, commit.
 
     Raises:
         ValueError: at the call, before any forward: the prompt, a number, the cache or the drafter does not fit.
+            Later, from a round: `build` or `sampler` returned something else than it may.
     """
     prompt = checked_prompt(target, prompt_ids, max_new_tokens)
     for name, value, least in (("budget", budget, 0), ("prefill_window", prefill_window, 1)):
-        if value < least:
-            raise ValueError(f"{name} must be {least} or more, got {value}")
+        if not isinstance(value, int) or value < least:
+            raise ValueError(f"{name} must be an integer of {least} or more, got {value!r}")
     cache = fitting_cache(target, cache, prompt.shape[1] + max_new_tokens - 1)
     drafter.bind(target)
     if cache.length == 0:
@@ -153,10 +157,10 @@ class _Loop:
         while count and root not in self.stop_ids:
             tree = self.draft(root, count - 1, budget, build)
             with self.cache.transaction():
-                done = self.verify(tree, count)
+                done = self.verify(tree)
+            yield done
             root = done.tokens[-1]
             count -= len(done.tokens)
-            yield done
 
     def prefill(self, prompt: Tensor, window: int) -> Tensor:
         def observe(hidden: Hidden) -> None:
@@ -180,16 +184,16 @@ class _Loop:
         with self.on_stage("draft"):
             scores = _limited(self.drafter.propose(root), depth)
         with self.on_stage("build"):
-            return build(root, scores, budget)
+            return _pruned(_checked(build(root, scores, budget), root, budget), depth)
 
-    def verify(self, tree: DraftTree, count: int) -> Round:
+    def verify(self, tree: DraftTree) -> Round:
         """Runs the target over the tree, follows its draws, and keeps the root and the emitted tokens but the last."""
         with self.on_stage("verify"):
             hidden = self.forward(tree)
             logits = self.target.logits(hidden.final[0])
         with self.on_stage("sample"):
             path, bonus = accept(tree, self.sampler(logits))
-            tokens = self.cut([*tree.tokens[path[1:]].tolist(), bonus], count)
+            tokens = self.cut([*tree.tokens[path[1:]].tolist(), bonus])
         with self.on_stage("commit"):
             self.keep(tree, path[: len(tokens)], hidden)
         return Round(tokens, drafted=len(tree.topology) - 1, accepted=len(path) - 1)
@@ -200,10 +204,10 @@ class _Loop:
         hidden: Hidden = self.target(tree.tokens, memory, capture=self.drafter.layers)
         return hidden
 
-    def cut(self, tokens: list[int], count: int) -> tuple[int, ...]:
-        """What may be emitted: up to the first stop id, and no more than `count` tokens."""
-        stop = next((i + 1 for i, token in enumerate(tokens) if token in self.stop_ids), count)
-        return tuple(tokens[: min(stop, count)])
+    def cut(self, tokens: list[int]) -> tuple[int, ...]:
+        """What is emitted of them: up to the first stop id."""
+        stop = next((i for i, token in enumerate(tokens) if token in self.stop_ids), len(tokens))
+        return tuple(tokens[: stop + 1])
 
     def keep(self, tree: DraftTree, path: list[int], hidden: Hidden) -> None:
         if len(tree.topology) > 1:
@@ -225,6 +229,27 @@ class _Shallow:
 
 def _limited(scores: Tensor | Scores, depth: int) -> Tensor | Scores:
     return scores[:depth] if isinstance(scores, Tensor) else _Shallow(scores, depth)
+
+
+def _checked(tree: DraftTree, root: int, budget: int) -> DraftTree:
+    """The tree, if it is one for this round: another root would change what is written, without any error."""
+    nodes = len(tree.topology)
+    if len(tree.tokens) != nodes or int(tree.tokens[0]) != root or nodes - 1 > budget:
+        raise ValueError(
+            f"build: expected a tree rooted at token {root} with at most {budget} nodes below, got root "
+            f"{int(tree.tokens[0])} with {nodes - 1} nodes below, and {len(tree.tokens)} tokens"
+        )
+    return tree
+
+
+def _pruned(tree: DraftTree, depth: int) -> DraftTree:
+    """The tree without its nodes below `depth`, which could not be emitted and may not fit the cache."""
+    shape = tree.topology
+    if shape.max_depth <= depth:
+        return tree
+    kept = [node for node, level in enumerate(shape.depths.tolist()) if level <= depth]
+    place = {node: i for i, node in enumerate(kept)} | {-1: -1}
+    return DraftTree(tree.tokens[kept], Topology([place[shape.parents[node]] for node in kept]))
 
 
 def _features(hidden: Hidden) -> Tensor:

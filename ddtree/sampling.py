@@ -9,7 +9,7 @@ import math
 import torch
 from torch import Tensor
 
-from qwen_gdn.decode import Sampler, greedy
+from qwen_gdn.decode import Sampler, check_peaks, check_shape, greedy
 from qwen_gdn.norms import at_least_float32
 
 from .tree import ranked
@@ -56,22 +56,8 @@ def make_sampler(
     if seed is not None and not -(2**63) <= seed < 2**64:
         raise ValueError(f"sampler: seed must lie in [-2^63, 2^64), got {seed}")
     if temperature == 0 or top_k == 1:
-        return Greedy()
+        return greedy
     return Stochastic(temperature, top_k, top_p, Uniform(seed, device))
-
-
-class Greedy:
-    """The likeliest token of each row, the lowest id among equals; checks its rows as `Stochastic` does."""
-
-    def __call__(self, logits: Tensor) -> Tensor:
-        """Logits [N, vocab] -> int64 [N]."""
-        _check_shape(logits)
-        tokens = greedy(logits)
-        _check_peaks(logits.gather(1, tokens.unsqueeze(1)))
-        return tokens
-
-    def __repr__(self) -> str:
-        return "Greedy()"
 
 
 class Uniform:
@@ -112,7 +98,7 @@ class Stochastic:
 
     def __call__(self, logits: Tensor) -> Tensor:
         """Logits [N, vocab] -> int64 [N]."""
-        _check_shape(logits)
+        check_shape(logits)
         values, tokens = logits.detach(), None
         if 0 < self.top_k < logits.shape[1]:
             values, tokens = ranked(values, self.top_k)
@@ -135,7 +121,7 @@ def tempered(logits: Tensor, temperature: float) -> Tensor:
         ValueError: the greatest logit of a row is not finite.
     """
     peaks = logits.amax(-1, keepdim=True)
-    _check_peaks(peaks)
+    check_peaks(peaks)
     # The peak goes first: then the quotient is at most 0 and cannot overflow upwards.
     scaled = at_least_float32(logits) - at_least_float32(peaks)
     return scaled.div_(min(max(temperature, COLDEST), HOTTEST)).softmax(-1)
@@ -183,17 +169,3 @@ def _invert(weights: Tensor, uniform: Tensor) -> Tensor:
     # taken a little smaller, which keeps it below the sum at the last positive weight.
     exceeds = (total > uniform * (1 - 1e-12) * total[:, -1:]) & (weights > 0)
     return exceeds.byte().argmax(-1)
-
-
-def _check_shape(logits: Tensor) -> None:
-    if logits.dim() != 2 or logits.shape[1] == 0:
-        raise ValueError(f"sampler: logits must be [N, vocab] with a token at least, got {list(logits.shape)}")
-
-
-def _check_peaks(peaks: Tensor) -> None:
-    """Refuses a row whose greatest logit, [N, 1], is not finite."""
-    broken = ~peaks.isfinite()
-    if bool(broken.any()):
-        row = int(broken.nonzero()[0, 0])
-        where = f"sampler: the greatest logit of row {row} is {float(peaks[row])}"
-        raise ValueError(f"{where}, it must be finite: the row holds NaN, +inf or only -inf")

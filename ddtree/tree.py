@@ -104,13 +104,15 @@ def accept(tree: DraftTree, target_tokens: Tensor | Sequence[int]) -> Acceptance
         target_tokens: the target's draw at every node, [N].
 
     Raises:
-        ValueError: there is not exactly one draw per node.
+        ValueError: there is not exactly one draw per node, or they are no token ids.
     """
     drawn = torch.as_tensor(target_tokens)
     if drawn.shape != (len(tree.topology),):
         nodes, got = len(tree.topology), list(drawn.shape)
         raise ValueError(f"accept: needs one target token per node, shape [{nodes}], got {got}")
     draws: list[int] = drawn.tolist()
+    if drawn.is_floating_point() or min(draws) < 0:
+        raise ValueError(f"accept: draws must be token ids, integers of at least 0, got {drawn.dtype} {draws}")
     places = zip(tree.topology.parents, tree.tokens.tolist(), strict=True)
     child = {place: node for node, place in enumerate(places)}
     path = [0]

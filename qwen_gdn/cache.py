@@ -12,6 +12,7 @@ its last committed length.
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from operator import index
 
 import torch
 from torch import Tensor
@@ -250,6 +251,7 @@ class HybridCache:
         """
         self.refuse_open_window("a crop")
         now = self._now
+        length = index(length)
         if not 0 <= length <= now.length:
             raise ValueError(f"crop to {length}: the cache holds {now.length} tokens, so pass 0 to {now.length}")
         if length == 0:
@@ -285,7 +287,8 @@ class HybridCache:
         """
         self.refuse_open_window("a fork")
         copy = HybridCache((), self.capacity, self.rollback)
-        copy._now = replace(self._now, layers=tuple(layer.clone() for layer in self))
+        with torch.inference_mode(False):  # rows made in that mode could not be written outside it
+            copy._now = replace(self._now, layers=tuple(layer.clone() for layer in self))
         return copy
 
     def check(self) -> None:

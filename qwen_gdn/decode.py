@@ -25,8 +25,29 @@ OnStage = Callable[[str], AbstractContextManager[object]]
 
 
 def greedy(logits: Tensor) -> Tensor:
-    """The likeliest token of each row; of equal ones the lowest id. [N, vocab] -> [N]."""
-    return logits.argmax(dim=-1)
+    """The likeliest token of each row; of equal ones the lowest id. [N, vocab] -> int64 [N].
+
+    Raises:
+        ValueError: the logits are not [N, vocab], or the greatest of a row is not finite.
+    """
+    check_shape(logits)
+    tokens = logits.argmax(dim=-1)
+    check_peaks(logits.gather(1, tokens.unsqueeze(1)))
+    return tokens
+
+
+def check_shape(logits: Tensor) -> None:
+    if logits.dim() != 2 or logits.shape[1] == 0:
+        raise ValueError(f"sampler: logits must be [N, vocab] with a token at least, got {list(logits.shape)}")
+
+
+def check_peaks(peaks: Tensor) -> None:
+    """Refuses a row whose greatest logit, [N, 1], is not finite."""
+    broken = ~peaks.isfinite()
+    if bool(broken.any()):
+        row = int(broken.nonzero()[0, 0])
+        where = f"sampler: the greatest logit of row {row} is {float(peaks[row])}"
+        raise ValueError(f"{where}, it must be finite: the row holds NaN, +inf or only -inf")
 
 
 def decode(
@@ -58,7 +79,8 @@ def _decode(
     model: QwenGDN, prompt: Tensor, count: int, stop_ids: frozenset[int], sampler: Sampler, cache: HybridCache
 ) -> Iterator[int]:
     if count == 0:
-        prefill(model, prompt[:, :-1], cache)
+        with cache.transaction():
+            prefill(model, prompt[:, :-1], cache)
         return
     step = prompt
     for emitted in range(1, count + 1):
@@ -128,6 +150,7 @@ def fitting_cache(model: QwenGDN, cache: HybridCache | None, count: int) -> Hybr
         return model.new_cache(max(count, 1))
     if cache.batch != 1:
         raise ValueError(f"decoding takes a cache of batch 1, got batch {cache.batch}")
+    model.check_memory(cache)
     cache.refuse_open_window("decoding")
     if cache.length + count > cache.capacity:
         raise ValueError(

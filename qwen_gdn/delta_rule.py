@@ -14,7 +14,7 @@ so a chain is the tree whose mask is full lower-triangular, and one token is N =
 needed to reach the state of any node later: S_a = e^{G_a} S_0 + Σ_j e^{G_a−G_j} k_j u_j^T over its path.
 
 G_i − G_j is always summed over the nodes between, never taken as a difference of two sums (which cancels
-under strong decay), and masked to −inf before exp (a non-ancestor's difference can be large and positive).
+under strong decay), and masked to −inf before exp.
 
 Shapes: q, k [B, T, H_k, K]; v [B, T, H, V]; log_decay, beta [B, T, H]; state [B, H, K, V]; value head h pairs
 with key head h // (H / H_k). All arithmetic is float32, or float64 if v is. `state=None` means zeros.
@@ -27,6 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .norms import at_least_float32
+from .precision import exact_products
 from .topology import Path, Topology
 
 
@@ -83,6 +84,7 @@ def delta_chunked(
     return outputs, final
 
 
+@exact_products
 def delta_chain(
     q: Tensor,
     k: Tensor,
@@ -96,6 +98,8 @@ def delta_chain(
     """`delta_chunked` that also returns the factors of every token, from which any state between follows."""
     q, k, v, log_decay, beta = map(at_least_float32, (q, k, v, log_decay, beta))
     T = v.shape[1]
+    if T < 1 or chunk_size < 1:
+        raise ValueError(f"delta rule: needs at least one token and chunks of at least one, got {T} and {chunk_size}")
     S = _by_key_head(_zeros(k, v) if state is None else state, k.shape[2])
     if T == 1:
         out, S, u = _one_token(q, k, v, log_decay, beta, S)
@@ -134,6 +138,7 @@ def delta_tree(
     return delta_window(q, k, v, log_decay=log_decay, beta=beta, state=state, ancestors=topology.ancestors.to(v.device))
 
 
+@exact_products
 def delta_window(
     q: Tensor,
     k: Tensor,
@@ -162,11 +167,18 @@ def delta_commit(state: Tensor, factors: Factors, path: Path) -> Tensor:
     Args:
         state: [B, H, K, V].
         path: node indices, root first; `[]` returns the state itself.
+
+    Raises:
+        ValueError: an index lies outside the factors.
     """
-    nodes = torch.as_tensor(path, dtype=torch.long, device=state.device)
-    return absorb(state, factors.take(nodes))
+    nodes = torch.as_tensor(path, device=state.device)
+    count = factors.k.shape[1]
+    if nodes.numel() and (nodes.is_floating_point() or not 0 <= int(nodes.min()) <= int(nodes.max()) < count):
+        raise ValueError(f"delta_commit: a path holds node indices in [0, {count}), got {nodes.tolist()}")
+    return absorb(state, factors.take(nodes.long()))
 
 
+@exact_products
 def absorb(state: Tensor, factors: Factors) -> Tensor:
     """The state after a row of tokens, all of `factors` in order; the state itself if there are none."""
     if factors.k.shape[1] == 0:
@@ -217,7 +229,8 @@ class _Window(NamedTuple):
         q = q.transpose(2, 3).unsqueeze(3) * q.shape[-1] ** -0.5
         k = k.transpose(2, 3).unsqueeze(3)
         v = v.transpose(2, 3).unflatten(2, (heads, -1))
-        g = log_decay.transpose(2, 3).unflatten(2, (heads, -1))
+        # A decay of exactly 0 is a log of −inf, which a masked product would turn into NaN; e^−10,000 is 0 too.
+        g = log_decay.clamp_min(-1e4).transpose(2, 3).unflatten(2, (heads, -1))
         beta = beta.transpose(2, 3).unflatten(2, (heads, -1)).unsqueeze(-1)
         along = mask.to(g.dtype)
         # sum of g over the nodes after j on the path to i: one product, each term a plain sum of g
@@ -261,6 +274,7 @@ def _token_first(x: Tensor) -> Tensor:
 
 def _by_key_head(state: Tensor, key_heads: int) -> Tensor:
     """[B, H, K, V] to [B, H_k, R, K, V], the R value heads of a key head side by side."""
+    state = at_least_float32(state)
     return state.view(state.shape[0], key_heads, -1, *state.shape[2:])
 
 

@@ -98,10 +98,11 @@ class QwenGDN(nn.Module):
             RuntimeError: a window is open, or the branch is closed or was run before. Nothing is changed.
         """
         tokens = self._checked_tokens(tokens)
-        capture = self._checked_layers(capture)
+        capture = self._checked_layers(tuple(capture))
         if memory is None:
             return self._run(tokens, self._fresh_pass(tokens.shape[1]), capture)
-        with torch.no_grad():
+        # Autocast would round the delta rule, and leave rows of another dtype than the cache's.
+        with torch.no_grad(), torch.autocast(self.device.type, enabled=False):
             return self._remember(tokens, memory, capture)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -129,9 +130,13 @@ class QwenGDN(nn.Module):
         with torch.inference_mode(False):  # rows made in that mode could not be written outside it
             return HybridCache((self._empty_layer(k, capacity, batch, rollback > 0) for k in kinds), capacity, rollback)
 
-    def _remember(self, tokens: Tensor, memory: Memory, capture: Sequence[LayerId]) -> Hidden:
+    def check_memory(self, memory: Memory) -> None:
+        """Raises ValueError if a cache or branch is not one of this architecture and dtype."""
         if memory.layout != self._layout():
             raise ValueError("the cache is one of another architecture or dtype; make it with this model's new_cache")
+
+    def _remember(self, tokens: Tensor, memory: Memory, capture: Sequence[LayerId]) -> Hidden:
+        self.check_memory(memory)
         view = memory.begin(*tokens.shape)
         hidden = self._run(tokens, view, capture)
         memory.finish(view)

@@ -21,7 +21,10 @@ class Topology:
     """
 
     def __init__(self, parents: Sequence[int] | Tensor) -> None:
-        listed = parents.tolist() if isinstance(parents, Tensor) else list(parents)
+        try:
+            listed = [index(i) for i in (parents.tolist() if isinstance(parents, Tensor) else parents)]
+        except TypeError:
+            raise ValueError(f"topology: parents must be one list of integers, got {parents}") from None
         if not listed or listed[0] != -1:
             first = listed[0] if listed else "an empty list"
             raise ValueError(f"topology: node 0 is the root and has parent -1, got {first}")

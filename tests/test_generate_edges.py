@@ -10,7 +10,7 @@ from proposers import Empty, Moody, Right, Scattered, Scripted, Wrong, check_hol
 from tiny import memory_of, same_bits, seeded
 from torch import Tensor
 
-from ddtree import Acceptance, DraftTree, NoDrafts, Proposer, Round, Scores, accept, build_tree, generate
+from ddtree import Acceptance, DraftTree, NoDrafts, Proposer, Round, accept, generate
 from qwen_gdn import HybridCache, QwenGDN, Topology, decode
 from qwen_gdn.model import LayerId
 
@@ -147,7 +147,7 @@ def rows_of_forwards(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return rows
 
 
-def test_a_builder_that_goes_deeper_than_asked_cannot_make_more_tokens_come() -> None:
+def test_a_builder_that_goes_deeper_than_can_be_emitted_loses_only_those_nodes() -> None:
     def deep(root: int, scores: Tensor | Scores, budget: int) -> DraftTree:
         held = TRANSCRIPT.index(root, len(PROMPT))
         coming = torch.full((20, 37), -torch.inf)
@@ -155,11 +155,11 @@ def test_a_builder_that_goes_deeper_than_asked_cannot_make_more_tokens_come() ->
         return build_tree(root, coming, 20)
 
     for stop_ids in ([], [TRUTH[5]]):
-        cache = MODEL.new_cache(60)
-        rounds = list(
-            generate(MODEL, Empty(TRANSCRIPT), PROMPT, max_new_tokens=4, build=deep, stop_ids=stop_ids, cache=cache)
+        cache = MODEL.new_cache(len(PROMPT) + 3)
+        rounds = generate(
+            MODEL, Empty(TRANSCRIPT), PROMPT, max_new_tokens=4, budget=20, build=deep, stop_ids=stop_ids, cache=cache
         )
-        assert rounds == [Round((TRUTH[0],), 0, 0), Round(tuple(TRUTH[1:4]), 20, 20)]
+        assert list(rounds) == [Round((TRUTH[0],), 0, 0), Round(tuple(TRUTH[1:4]), 2, 2)]
         check_holds(cache, MODEL, [*PROMPT, *TRUTH[:3]])
 
 
