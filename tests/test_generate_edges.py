@@ -10,7 +10,7 @@ from proposers import Empty, Moody, Right, Scattered, Scripted, Wrong, check_hol
 from tiny import memory_of, same_bits, seeded
 from torch import Tensor
 
-from ddtree import Acceptance, DraftTree, NoDrafts, Proposer, Round, accept, generate
+from ddtree import Acceptance, DraftTree, NoDrafts, Proposer, Round, Scores, accept, build_tree, generate
 from qwen_gdn import HybridCache, QwenGDN, Topology, decode
 from qwen_gdn.model import LayerId
 
