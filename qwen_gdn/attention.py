@@ -1,7 +1,6 @@
 """Gated full attention of the hybrid: grouped queries, normed q and k, partial rotary, sigmoid output gate."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .config import ModelConfig
@@ -33,9 +32,6 @@ class GatedAttention(nn.Module):
         v = self.v_proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         q = rotate(self.q_norm(q).transpose(1, 2), step.rope)
         k = rotate(self.k_norm(k).transpose(1, 2), step.rope)
-        keys, values = lane.extend(k, v)
-        out = F.scaled_dot_product_attention(
-            q, keys, values, attn_mask=step.mask, is_causal=step.causal, enable_gqa=True
-        ).transpose(1, 2)
+        out = lane.attend(q, k, v, step).transpose(1, 2)
         gated: Tensor = self.o_proj((out * torch.sigmoid(gate)).flatten(2))
         return gated

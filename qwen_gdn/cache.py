@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from .integrity import check_layers
-from .lanes import ChainAttention, ChainDelta, ChainLane, Pass, TreeAttention, TreeDelta, TreeLane
+from .lanes import ChainAttention, ChainDelta, ChainLane, Filled, Pass, TreeAttention, TreeDelta, TreeLane, TreeLanes
 from .layer_cache import DeltaCache, KVCache, LayerCache, LayerLayout
 from .topology import Path, Topology
 
@@ -41,30 +41,35 @@ class Branch:
 
     def __init__(self, cache: "HybridCache", topology: Topology) -> None:
         self.topology = topology
-        self._cache = cache
-        self._filled: tuple[TreeLane, ...] | None = None
+        self.cache = cache
+        self._filled: Filled | None = None
 
     @property
     def batch(self) -> int:
-        return self._cache.batch
+        return self.cache.batch
 
     @property
     def layout(self) -> tuple[LayerLayout, ...]:
-        return self._cache.layout
+        return self.cache.layout
 
     @property
     def nbytes(self) -> int:
         """Bytes of factors, columns and KV rows of the nodes; 0 before the forward and once the window is closed."""
-        return _storage_bytes(t for lane in self._filled or () for t in lane.tensors())
+        return _storage_bytes(self._filled.tensors()) if self._filled else 0
 
     def begin(self, batch: int, count: int) -> Pass[TreeLane]:
-        """The view of memory for this window's forward. Changes nothing.
+        """The view of memory for this window's forward. Changes nothing; raises as `expect` does."""
+        self.expect(batch, count)
+        return self.cache.tree_pass(self.topology)
+
+    def expect(self, batch: int, count: int) -> None:
+        """Raises unless a forward over tokens [batch, count] may fill this window now.
 
         Raises:
             RuntimeError: the window is closed, or its forward has been run.
             ValueError: batch or node count differ from the window's.
         """
-        if not self._cache.holds(self):
+        if not self.cache.holds(self):
             raise RuntimeError("this window is closed: it was committed or discarded; open one with cache.branch")
         if self._filled is not None:
             raise RuntimeError("this window's forward has been run: commit or discard it, then branch again")
@@ -73,18 +78,21 @@ class Branch:
                 f"tokens of shape [{batch}, {count}] for a window of shape [{self.batch}, {len(self.topology)}]; "
                 "pass one token for each node"
             )
-        return self._cache.tree_pass(self.topology)
 
     def finish(self, done: Pass[TreeLane]) -> None:
         """Keeps what the forward computed."""
-        self._filled = done.lanes
+        self.fill(TreeLanes(done.lanes, done.positions.device))
+
+    def fill(self, computed: Filled) -> None:
+        """Keeps what a forward computed, in whatever form."""
+        self._filled = computed
 
     def release(self) -> None:
         """Lets go of what the forward computed; the cache has closed the window."""
         self._filled = None
 
-    def lanes(self) -> tuple[TreeLane, ...]:
-        """What the forward computed for each layer; RuntimeError before it."""
+    def filled(self) -> Filled:
+        """What the forward computed; RuntimeError before it."""
         if self._filled is None:
             raise RuntimeError("commit before the window's forward: run model(tokens, branch) first, or discard")
         return self._filled
@@ -231,12 +239,11 @@ class HybridCache:
         window = self._now.window
         if window is None:
             raise RuntimeError("commit without a window: open one with cache.branch and run its forward")
-        lanes = window.lanes()
+        filled = window.filled()
         path = window.topology.check_path(path)
         if not path:
             return self.discard()
-        nodes = torch.tensor(path, device=self.device)
-        self._extend(len(path), (lane.committed(nodes) for lane in lanes))
+        self._extend(len(path), filled.committed(path))
 
     def discard(self) -> None:
         """Drops the open window, if there is one; committed memory was never touched by it."""

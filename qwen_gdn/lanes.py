@@ -7,6 +7,7 @@ the lanes are dropped and nothing has happened. So a layer is the same code for 
 without any cache.
 """
 
+from collections.abc import Iterable
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -22,8 +23,12 @@ from .rope import Rotation
 class AttentionLane(Protocol):
     """Memory side of a full-attention layer."""
 
-    def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Takes the new tokens' k, v [B, H_kv, T, head_dim]; returns those of prefix and new tokens."""
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, step: "Step") -> Tensor:
+        """Takes the new tokens' q [B, H, T, head_dim] and k, v [B, H_kv, T, head_dim], rotated.
+
+        Returns:
+            what each token reads of prefix and new tokens, [B, H, T, head_dim].
+        """
 
 
 class DeltaLane(Protocol):
@@ -53,6 +58,16 @@ class TreeLane(Protocol):
         """What the window owns of this layer."""
 
 
+class Filled(Protocol):
+    """What a window holds once its forward has been run."""
+
+    def committed(self, path: list[int]) -> tuple[LayerCache, ...]:
+        """Every layer's memory with the nodes of a root path, of one node at least, appended."""
+
+    def tensors(self) -> Iterable[Tensor]:
+        """What the window owns."""
+
+
 L = TypeVar("L")
 
 
@@ -78,6 +93,20 @@ class Step(NamedTuple):
     causal: bool
 
 
+class TreeLanes(NamedTuple):
+    """A window filled layer by layer."""
+
+    lanes: tuple[TreeLane, ...]
+    device: torch.device
+
+    def committed(self, path: list[int]) -> tuple[LayerCache, ...]:
+        nodes = torch.tensor(path, device=self.device)
+        return tuple(lane.committed(nodes) for lane in self.lanes)
+
+    def tensors(self) -> Iterable[Tensor]:
+        return (t for lane in self.lanes for t in lane.tensors())
+
+
 class Memory(Protocol):
     """What the model's forward asks of a cache or of a window."""
 
@@ -95,8 +124,8 @@ class Memory(Protocol):
 class FreshAttention:
     """Attention with nothing before the first token and no memory of it afterwards."""
 
-    def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        return k, v
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
+        return _attention(q, k, v, step)
 
 
 class FreshDelta:
@@ -116,8 +145,8 @@ class ChainAttention:
         self._layer = layer
         self._length = length
 
-    def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        return _write_rows(self._layer, self._length, k, v)
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
+        return _attention(q, *_write_rows(self._layer, self._length, k, v), step)
 
     def committed(self) -> LayerCache:
         return self._layer
@@ -154,10 +183,10 @@ class TreeAttention:
         self._k: Tensor
         self._v: Tensor
 
-    def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
         self._k, self._v = k.contiguous(), v.contiguous()
         keys, values = (rows[:, :, : self._length] for rows in self._layer.tensors())
-        return torch.cat((keys, k), dim=2), torch.cat((values, v), dim=2)
+        return _attention(q, torch.cat((keys, k), dim=2), torch.cat((values, v), dim=2), step)
 
     def committed(self, nodes: Tensor) -> LayerCache:
         _write_rows(self._layer, self._length, self._k[:, :, nodes], self._v[:, :, nodes])
@@ -193,6 +222,10 @@ class TreeDelta:
 
     def tensors(self) -> tuple[Tensor, ...]:
         return self._rows.tensors()
+
+
+def _attention(q: Tensor, keys: Tensor, values: Tensor, step: Step) -> Tensor:
+    return F.scaled_dot_product_attention(q, keys, values, attn_mask=step.mask, is_causal=step.causal, enable_gqa=True)
 
 
 def _write_rows(layer: KVCache, start: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
