@@ -15,7 +15,7 @@ from qwen_gdn.norms import PlainRMSNorm
 from qwen_gdn.rope import Rotation, rotation
 
 from .drafter_config import AttentionType, DFlashConfig, check_layer_ids
-from .drafter_layers import DrafterLayer, Rows, block_mask, fold_mask
+from .drafter_layers import DrafterLayer, Rows, SeenRows, block_mask
 
 
 class Target(Protocol):
@@ -108,11 +108,9 @@ class DFlashDrafter(nn.Module):
             masks: for each type of layer here, what each block row sees of context and block: bool [Q, T + Q] or
                 [B, 1, Q, T + Q], None for all of it.
         """
-        groups = self.config.num_attention_heads // self.config.num_key_value_heads
-        folded = {kind: fold_mask(mask, groups) for kind, mask in masks.items()}
         x = block
         for layer, kind, context in zip(self.blocks, self.config.layer_types, rows, strict=True):
-            x = layer(x, context, by, folded[kind])
+            x = layer(x, SeenRows(context, masks[kind]), by)
         hidden: Tensor = self.norm(x)
         return hidden
 

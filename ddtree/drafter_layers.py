@@ -4,12 +4,13 @@ Context rows are keys and values projected from the target's hidden states, with
 block's own rows pass.
 """
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from qwen_gdn.joined import ReadsOnce
 from qwen_gdn.mlp import MLP
 from qwen_gdn.norms import PlainRMSNorm
 from qwen_gdn.rope import Rotation, rotate
@@ -24,13 +25,36 @@ class Rows(NamedTuple):
     values: Tensor
 
 
-class DrafterAttention(nn.Module):
+class Context(Protocol):
+    """What one layer's block rows see beside themselves."""
+
+    def attend(self, q: Tensor, own: Rows) -> Tensor:
+        """What queries [B, H, Q, head_dim] read of the context and of the block's own rows, in q's shape."""
+
+
+class SeenRows(NamedTuple):
+    """Context rows, and a mask over them and the block; bool [..., Q, T + Q], or None where everything is seen."""
+
+    rows: Rows
+    mask: Tensor | None
+
+    def attend(self, q: Tensor, own: Rows) -> Tensor:
+        keys = torch.cat((self.rows.keys, own.keys), dim=2)
+        values = torch.cat((self.rows.values, own.values), dim=2)
+        # A key head's query heads lie one after another along the length: no kernel then needs to know groups.
+        folded = q.reshape(q.shape[0], keys.shape[1], -1, q.shape[3])
+        mask = fold_mask(self.mask, folded.shape[2] // q.shape[2])
+        return F.scaled_dot_product_attention(folded, keys, values, attn_mask=mask).reshape(q.shape)
+
+
+class DrafterAttention(ReadsOnce):
     """Attention of a block's rows to context rows and to each other, query heads in groups per key head."""
+
+    reads = ("q_proj", "k_proj", "v_proj")
 
     def __init__(self, config: DFlashConfig) -> None:
         super().__init__()
         self.head_dim = config.head_dim
-        self.groups = config.num_attention_heads // config.num_key_value_heads
         width = config.num_attention_heads * config.head_dim
         kv_width = config.num_key_value_heads * config.head_dim
         self.q_proj = nn.Linear(config.hidden_size, width, bias=False)
@@ -42,22 +66,19 @@ class DrafterAttention(nn.Module):
 
     def project(self, x: Tensor, by: Rotation) -> Rows:
         """Keys and values of the rows x [B, T, D]."""
-        keys = self.k_norm(self.k_proj(x).unflatten(-1, (-1, self.head_dim)))
-        values = self.v_proj(x).unflatten(-1, (-1, self.head_dim))
-        return Rows(rotate(keys.transpose(1, 2), by), values.transpose(1, 2))
+        return self._rows(self.k_proj(x), self.v_proj(x), by)
 
-    def forward(self, x: Tensor, context: Rows, by: Rotation, mask: Tensor | None) -> Tensor:
-        """Block rows x [B, Q, D] -> [B, Q, D]; `mask` is bool, its rows those of `fold_mask`."""
-        q = self.q_norm(self.q_proj(x).unflatten(-1, (-1, self.head_dim))).transpose(1, 2)
-        own = self.project(x, by)
-        # A key head's query heads lie one after another along the length: no kernel then needs to know groups.
-        folded = rotate(q, by).reshape(x.shape[0], -1, self.groups * x.shape[1], self.head_dim)
-        keys = torch.cat((context.keys, own.keys), dim=2)
-        values = torch.cat((context.values, own.values), dim=2)
-        out = F.scaled_dot_product_attention(folded, keys, values, attn_mask=mask)
-        heads = out.unflatten(2, (self.groups, -1)).permute(0, 3, 1, 2, 4)
-        mixed: Tensor = self.o_proj(heads.flatten(2))
+    def forward(self, x: Tensor, context: Context, by: Rotation) -> Tensor:
+        """Block rows x [B, Q, D] -> [B, Q, D]; `by` is the rotation of their positions."""
+        queries, keys, values = self.read(x)
+        q = rotate(self.q_norm(queries.unflatten(-1, (-1, self.head_dim))).transpose(1, 2), by)
+        out = context.attend(q, self._rows(keys, values, by))
+        mixed: Tensor = self.o_proj(out.transpose(1, 2).flatten(2))
         return mixed
+
+    def _rows(self, keys: Tensor, values: Tensor, by: Rotation) -> Rows:
+        keys = self.k_norm(keys.unflatten(-1, (-1, self.head_dim))).transpose(1, 2)
+        return Rows(rotate(keys, by), values.unflatten(-1, (-1, self.head_dim)).transpose(1, 2))
 
 
 class DrafterLayer(nn.Module):
@@ -70,8 +91,8 @@ class DrafterLayer(nn.Module):
         self.input_layernorm = PlainRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = PlainRMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def forward(self, x: Tensor, context: Rows, by: Rotation, mask: Tensor | None) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), context, by, mask)
+    def forward(self, x: Tensor, context: Context, by: Rotation) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), context, by)
         out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
         return out
 

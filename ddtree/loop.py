@@ -14,8 +14,17 @@ import torch
 from torch import Tensor
 
 from qwen_gdn.cache import HybridCache
-from qwen_gdn.decode import PREFILL_WINDOW, OnStage, Sampler, checked_prompt, fitting_cache, greedy, prefill
-from qwen_gdn.model import Hidden, LayerId, QwenGDN
+from qwen_gdn.decode import (
+    PREFILL_WINDOW,
+    HybridModel,
+    OnStage,
+    Sampler,
+    checked_prompt,
+    fitting_cache,
+    greedy,
+    prefill,
+)
+from qwen_gdn.model import Hidden, LayerId
 from qwen_gdn.topology import Topology
 
 from .tree import DraftTree, Prefix, Scores, accept, build_chain, build_tree
@@ -43,7 +52,7 @@ class Proposer(Protocol):
     def layers(self) -> Sequence[LayerId]:
         """Target layers it reads, in the order wanted: id L is the output of layer L, `"final"` the normed end."""
 
-    def bind(self, target: QwenGDN) -> None:
+    def bind(self, target: HybridModel) -> None:
         """Meets the target, once per generation: checks the pairing and keeps what it needs of it."""
 
     def reset(self) -> None:
@@ -61,7 +70,7 @@ class NoDrafts:
 
     layers: Sequence[LayerId] = ()
 
-    def bind(self, target: QwenGDN) -> None:
+    def bind(self, target: HybridModel) -> None:
         self._nothing = torch.empty(0, target.config.vocab_size)
 
     def reset(self) -> None:
@@ -75,7 +84,7 @@ class NoDrafts:
 
 
 def generate(
-    target: QwenGDN,
+    target: HybridModel,
     drafter: Proposer,
     prompt_ids: Sequence[int] | Tensor,
     *,
@@ -127,7 +136,7 @@ class _Loop:
 
     def __init__(
         self,
-        target: QwenGDN,
+        target: HybridModel,
         drafter: Proposer,
         cache: HybridCache,
         sampler: Sampler,

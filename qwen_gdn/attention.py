@@ -4,13 +4,16 @@ import torch
 from torch import Tensor, nn
 
 from .config import ModelConfig
+from .joined import ReadsOnce
 from .lanes import AttentionLane, Step
 from .norms import RMSNorm
 from .rope import rotate
 
 
-class GatedAttention(nn.Module):
+class GatedAttention(ReadsOnce):
     """o_proj(softmax(q k^T / sqrt(head_dim)) v · sigmoid(gate)); names are the checkpoint's."""
+
+    reads = ("q_proj", "k_proj", "v_proj")
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -27,9 +30,10 @@ class GatedAttention(nn.Module):
 
     def forward(self, x: Tensor, lane: AttentionLane, step: Step) -> Tensor:
         """x [B, T, D] -> [B, T, D]."""
-        q, gate = self.q_proj(x).unflatten(-1, (-1, 2 * self.head_dim)).chunk(2, dim=-1)
-        k = self.k_proj(x).unflatten(-1, (-1, self.head_dim))
-        v = self.v_proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        queries, keys, values = self.read(x)
+        q, gate = queries.unflatten(-1, (-1, 2 * self.head_dim)).chunk(2, dim=-1)
+        k = keys.unflatten(-1, (-1, self.head_dim))
+        v = values.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         q = rotate(self.q_norm(q).transpose(1, 2), step.rope)
         k = rotate(self.k_norm(k).transpose(1, 2), step.rope)
         out = lane.attend(q, k, v, step).transpose(1, 2)

@@ -7,14 +7,37 @@ before).
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from .cache import HybridCache
-from .model import Hidden, LayerId, QwenGDN
+from .cache import Branch, HybridCache
+from .config import ModelConfig
+from .lanes import Memory
+from .model import Hidden, LayerId
 
 PREFILL_WINDOW = 2048
+
+
+class HybridModel(Protocol):
+    """What a decoding loop asks of a model; `QwenGDN` is one, and so is an `Engine` of it."""
+
+    @property
+    def config(self) -> ModelConfig: ...
+
+    def __call__(
+        self, tokens: Tensor, memory: HybridCache | Branch | None = None, *, capture: Sequence[LayerId] = ()
+    ) -> Hidden: ...
+
+    def logits(self, hidden: Tensor) -> Tensor: ...
+
+    def embed(self, tokens: Tensor) -> Tensor: ...
+
+    def new_cache(self, capacity: int, batch: int = 1, rollback: int = 0) -> HybridCache: ...
+
+    def check_memory(self, memory: Memory) -> None: ...
+
 
 Sampler = Callable[[Tensor], Tensor]
 """Draws one token id for each row of logits: [N, vocab] -> int64 [N]."""
@@ -51,7 +74,7 @@ def check_peaks(peaks: Tensor) -> None:
 
 
 def decode(
-    model: QwenGDN,
+    model: HybridModel,
     prompt_ids: Sequence[int] | Tensor,
     *,
     max_new_tokens: int,
@@ -76,7 +99,7 @@ def decode(
 
 @torch.no_grad()
 def _decode(
-    model: QwenGDN, prompt: Tensor, count: int, stop_ids: frozenset[int], sampler: Sampler, cache: HybridCache
+    model: HybridModel, prompt: Tensor, count: int, stop_ids: frozenset[int], sampler: Sampler, cache: HybridCache
 ) -> Iterator[int]:
     if count == 0:
         with cache.transaction():
@@ -93,7 +116,7 @@ def _decode(
 
 
 def prefill(
-    model: QwenGDN,
+    model: HybridModel,
     prompt: Tensor,
     cache: HybridCache,
     *,
@@ -123,7 +146,7 @@ def prefill(
     return last
 
 
-def checked_prompt(model: QwenGDN, prompt_ids: Sequence[int] | Tensor, max_new_tokens: int) -> Tensor:
+def checked_prompt(model: HybridModel, prompt_ids: Sequence[int] | Tensor, max_new_tokens: int) -> Tensor:
     """The prompt as int64 [1, T] on the CPU; ValueError names what is wrong with it or with the count."""
     if not isinstance(max_new_tokens, int) or max_new_tokens < 0:
         raise ValueError(f"max_new_tokens must be an integer of 0 or more, got {max_new_tokens!r}")
@@ -144,7 +167,7 @@ def checked_prompt(model: QwenGDN, prompt_ids: Sequence[int] | Tensor, max_new_t
     return prompt.reshape(1, -1).long()
 
 
-def fitting_cache(model: QwenGDN, cache: HybridCache | None, count: int) -> HybridCache:
+def fitting_cache(model: HybridModel, cache: HybridCache | None, count: int) -> HybridCache:
     """The given cache if it takes `count` more tokens now, or a new one of that size."""
     if cache is None:
         return model.new_cache(max(count, 1))

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .config import ModelConfig
+from .joined import ReadsOnce
 from .lanes import DeltaLane, Step
 from .norms import GatedRMSNorm, at_least_float32
 
@@ -22,12 +23,14 @@ class CausalConv(nn.Module):
         nn.init.uniform_(self.weight, -(width**-0.5), width**-0.5)
 
 
-class GatedDeltaNet(nn.Module):
+class GatedDeltaNet(ReadsOnce):
     """One linear-attention mixer, [B, T, D] in and out; names are the checkpoint's.
 
     Gates, l2 norms, delta rule, state and gated norm are float32 whatever the weights' dtype. `A_log`, `dt_bias`
     and the norm's weight are never demoted below float32 by `.to(dtype)`: a decay rounded to bf16 drifts.
     """
+
+    reads = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -47,27 +50,28 @@ class GatedDeltaNet(nn.Module):
 
     def forward(self, x: Tensor, lane: DeltaLane, step: Step) -> Tensor:
         """x [B, T, D] -> [B, T, D]. Nothing of `step` is read: order is in the lane."""
-        mixed = F.silu(lane.convolve(self.in_proj_qkv(x), self.conv1d.weight))
+        columns, z, b, a = self.read(x)
+        mixed = F.silu(lane.convolve(columns, self.conv1d.weight))
         q, k, v = mixed.split(self.split, dim=-1)
         q = _l2_norm(q.unflatten(-1, (-1, self.key_head_dim)))
         k = _l2_norm(k.unflatten(-1, (-1, self.key_head_dim)))
         v = v.unflatten(-1, (-1, self.value_head_dim))
-        log_decay, beta = self.gates(x)
+        log_decay, beta = self.gates(a, b)
         out = lane.mix(q, k, v, log_decay=log_decay, beta=beta).to(x.dtype)
-        z = self.in_proj_z(x).unflatten(-1, (-1, self.value_head_dim))
-        projected: Tensor = self.out_proj(self.norm(out, z).flatten(2))
+        normed = self.norm(out, z.unflatten(-1, (-1, self.value_head_dim)))
+        projected: Tensor = self.out_proj(normed.flatten(2))
         return projected
 
-    def gates(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def gates(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         """Log-decay g = −e^A softplus(a + dt_bias) and write strength β = sigmoid(b), each [B, T, H]."""
-        a, b = at_least_float32(self.in_proj_a(x)), at_least_float32(self.in_proj_b(x))
+        a, b = at_least_float32(a), at_least_float32(b)
         rate = at_least_float32(self.A_log).exp()
         return -rate * F.softplus(a + at_least_float32(self.dt_bias)), torch.sigmoid(b)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "GatedDeltaNet":
         exact = (self.A_log, self.dt_bias, self.norm.weight)
         kept = [p.detach() for p in exact]
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        super()._apply(fn, recurse)
         for parameter, before in zip((self.A_log, self.dt_bias, self.norm.weight), kept, strict=True):
             if parameter.dtype.itemsize < torch.float32.itemsize <= before.dtype.itemsize:
                 parameter.data = before.to(parameter.device, torch.float32)

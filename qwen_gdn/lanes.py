@@ -207,7 +207,7 @@ class TreeDelta:
         self._rows: DeltaRows
 
     def convolve(self, columns: Tensor, weight: Tensor) -> Tensor:
-        self._columns = columns
+        self._columns = columns.contiguous()  # a part of a joined product would keep all of it alive
         return tree_conv(_join(self._layer, columns), weight, self._windows)
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor, *, log_decay: Tensor, beta: Tensor) -> Tensor:

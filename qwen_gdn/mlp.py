@@ -3,9 +3,13 @@
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .joined import ReadsOnce
 
-class MLP(nn.Module):
+
+class MLP(ReadsOnce):
     """down(silu(gate(x)) · up(x)), [..., hidden] in and out."""
+
+    reads = ("gate_proj", "up_proj")
 
     def __init__(self, hidden: int, intermediate: int) -> None:
         super().__init__()
@@ -14,5 +18,6 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(intermediate, hidden, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        gate, up = self.read(x)
+        out: Tensor = self.down_proj(F.silu(gate) * up)
         return out

@@ -97,8 +97,8 @@ class QwenGDN(nn.Module):
             ValueError: tokens or layer ids are not what the model or the cache can take. Nothing is changed.
             RuntimeError: a window is open, or the branch is closed or was run before. Nothing is changed.
         """
-        tokens = self._checked_tokens(tokens)
-        capture = self._checked_layers(tuple(capture))
+        tokens = self.checked_tokens(tokens)
+        capture = self.checked_layers(tuple(capture))
         if memory is None:
             return self._run(tokens, self._fresh_pass(tokens.shape[1]), capture)
         # Autocast would round the delta rule, and leave rows of another dtype than the cache's.
@@ -145,7 +145,7 @@ class QwenGDN(nn.Module):
     def _run(self, tokens: Tensor, view: Pass[Any], capture: Sequence[LayerId]) -> Hidden:
         c = self.config
         step = Step(rotation(view.positions, c.rotary_dim, c.rope_theta, self.dtype), view.mask, view.causal)
-        x = self.embed(tokens)
+        x = self.embed(tokens.to(self.device))
         kept: dict[LayerId, Tensor] = {}
         for i, (layer, lane) in enumerate(zip(self.layers, view.lanes, strict=True)):
             x = layer(x, lane, step)
@@ -174,7 +174,8 @@ class QwenGDN(nn.Module):
             return KVCache(like.new_zeros(shape), like.new_zeros(shape))
         return empty_delta_cache(c, batch, like, logged)
 
-    def _checked_tokens(self, tokens: Tensor) -> Tensor:
+    def checked_tokens(self, tokens: Tensor) -> Tensor:
+        """The tokens as [B, T], on whichever device they are; ValueError says what is wrong with them."""
         if tokens.dim() == 1:
             tokens = tokens[None]
         if tokens.dim() != 2 or tokens.dtype not in (torch.int64, torch.int32) or tokens.numel() == 0:
@@ -187,9 +188,10 @@ class QwenGDN(nn.Module):
             if low < 0 or high >= self.config.vocab_size:
                 wrong = low if low < 0 else high
                 raise ValueError(f"token id {wrong} is outside the vocabulary [0, {self.config.vocab_size})")
-        return tokens.to(self.device)
+        return tokens
 
-    def _checked_layers(self, capture: Sequence[LayerId]) -> Sequence[LayerId]:
+    def checked_layers(self, capture: Sequence[LayerId]) -> Sequence[LayerId]:
+        """The layer ids, if there are such layers; ValueError names the first that is none."""
         count = len(self.layers)
         for i in capture:
             if i != "final" and not (isinstance(i, int) and 0 <= i < count):

@@ -20,16 +20,20 @@ def exact_products(function: Callable[P, R]) -> Callable[P, R]:
 
     @wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        if torch.compiler.is_compiling() or torch.backends.cuda.matmul.fp32_precision != "tf32":
+        if torch.compiler.is_compiling():
             return function(*args, **kwargs)
-        with _full_float32():
+        with full_float32():
             return function(*args, **kwargs)
 
     return run
 
 
 @contextmanager
-def _full_float32() -> Iterator[None]:
+def full_float32() -> Iterator[None]:
+    """Float32 products are full float32 inside; the process's switch is put back."""
+    if torch.backends.cuda.matmul.fp32_precision != "tf32":
+        yield
+        return
     try:
         before = torch.get_float32_matmul_precision()
     except RuntimeError:  # set through the newer of torch's two interfaces, which the older one will not read

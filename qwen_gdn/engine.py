@@ -1,0 +1,158 @@
+"""A model whose short forwards are compiled programs, on CUDA recorded as graphs and replayed.
+
+An eager step of a large hybrid waits for a thousand kernel launches; a replayed one for memory alone. `Engine` has
+the model's own face, so that decoding and drafting loops need not know which of the two they drive. One token and
+trees of up to the largest size are programs; everything else (prefill, batches, rollback) is the model's own forward
+on the same cache.
+"""
+
+import weakref
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from .cache import Branch, HybridCache
+from .config import ModelConfig
+from .joined import join_projections
+from .lanes import Memory
+from .layer_cache import LayerCache
+from .model import Hidden, LayerId, QwenGDN
+from .program_set import ProgramSet, Verified
+from .recorded import Announce, unannounced
+from .static_cache import StaticCache, StaticMemory
+
+SIZES = (16, 32, 64, 128, 256)
+"""Nodes, root included, of the trees that have a program; a tree takes the smallest that holds it."""
+
+GRAIN = 1024  # rows by which memory is sized, so that a later generation finds some that fits
+IDLE = 2  # memories that are kept, programs included, when no cache uses them
+
+
+class Engine:
+    """Runs a model's forwards over caches that it makes; results are the model's, to rounding.
+
+    A program is compiled and recorded when it is first needed, once for each memory, and kept. Memory goes from a
+    cache that is dropped to the next one made, with its programs.
+
+    Args:
+        model: its projections are joined (`join_projections`); move it before, not after.
+        sizes: ascending node counts of tree programs.
+        announce: entered with a program's name while it is prepared, which takes seconds to minutes.
+    """
+
+    def __init__(self, model: QwenGDN, *, sizes: Sequence[int] = SIZES, announce: Announce = unannounced) -> None:
+        if not sizes or sizes[0] < 2 or list(sizes) != sorted(set(sizes)):
+            raise ValueError(f"engine: sizes must be ascending node counts of at least 2, got {list(sizes)}")
+        join_projections(model)
+        self.model = model
+        self.sizes = tuple(sizes)
+        self._announce = announce
+        self._programs: dict[StaticMemory, ProgramSet] = {}
+        self._idle: list[StaticMemory] = []
+
+    @property
+    def config(self) -> ModelConfig:
+        return self.model.config
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.model.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.device
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """The head: [..., D] -> [..., vocab]."""
+        return self.model.logits(hidden)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Token embeddings: integers [...] -> [..., D]."""
+        return self.model.embed(tokens)
+
+    def check_memory(self, memory: Memory) -> None:
+        """Raises ValueError if a cache or branch is not one of this architecture and dtype."""
+        self.model.check_memory(memory)
+
+    def new_cache(self, capacity: int, batch: int = 1, rollback: int = 0) -> HybridCache:
+        """Empty memory, as `QwenGDN.new_cache` makes it; of one sequence without rollback at fixed addresses."""
+        if batch != 1 or rollback != 0 or not isinstance(capacity, int) or capacity < 1:
+            return self.model.new_cache(capacity, batch, rollback)
+        return self._static_cache(capacity)
+
+    @torch.no_grad()
+    def __call__(
+        self, tokens: Tensor, memory: HybridCache | Branch | None = None, *, capture: Sequence[LayerId] = ()
+    ) -> Hidden:
+        """What `QwenGDN.forward` does, by a program where there is one. It raises what that raises."""
+        shape = self.model.checked_tokens(tokens).shape
+        cache = memory.cache if isinstance(memory, Branch) else memory
+        if isinstance(cache, StaticCache) and cache.memory in self._programs:
+            if isinstance(memory, Branch) and shape[0] == 1 and shape[1] <= self.sizes[-1]:
+                return self._verify(tokens, memory, cache, capture)
+            if memory is cache and shape == (1, 1):
+                return self._step(tokens, cache, capture)
+        hidden: Hidden = self.model(tokens, memory, capture=capture)
+        return hidden
+
+    def _step(self, tokens: Tensor, cache: StaticCache, capture: Sequence[LayerId]) -> Hidden:
+        capture = self.model.checked_layers(tuple(capture))
+        cache.expect(1)
+        bank = cache.bank
+        cache.memory.release(1 - bank)
+        hidden = self._programs[cache.memory].step(tuple(capture), tokens, cache.length, bank)
+        cache.extend(1, 1 - bank)
+        return hidden
+
+    def _verify(self, tokens: Tensor, branch: Branch, cache: StaticCache, capture: Sequence[LayerId]) -> Hidden:
+        capture = self.model.checked_layers(tuple(capture))
+        count = tokens.shape[-1]
+        branch.expect(1, count)
+        size = self.sizes[bisect_left(self.sizes, count)]
+        done = self._programs[cache.memory].verify(
+            tuple(capture), size, tokens, branch.topology, cache.length, cache.bank
+        )
+        branch.fill(_Window(cache, done))
+        return done.hidden
+
+    def _static_cache(self, capacity: int) -> StaticCache:
+        cache = StaticCache(self._memory(capacity), capacity, self._static_cache)
+        weakref.finalize(cache, self._put_back, cache.memory)
+        return cache
+
+    def _memory(self, capacity: int) -> StaticMemory:
+        fitting = [memory for memory in self._idle if memory.capacity >= capacity]
+        if fitting:
+            memory = min(fitting, key=lambda memory: memory.capacity)
+            self._idle.remove(memory)
+            return memory
+        rounded = -(-capacity // GRAIN) * GRAIN
+        with torch.inference_mode(False):  # rows made in that mode could not be written outside it
+            memory = StaticMemory(self.config, rounded, self.sizes[-1], self.model.embed_tokens.weight.detach())
+        self._programs[memory] = ProgramSet(self.model, memory, self._announce)
+        return memory
+
+    def _put_back(self, memory: StaticMemory) -> None:
+        self._idle.append(memory)
+        if len(self._idle) > IDLE:
+            del self._programs[self._idle.pop(0)]
+
+
+class _Window:
+    """What a tree program has left for a commit."""
+
+    def __init__(self, cache: StaticCache, done: Verified) -> None:
+        self._cache = cache
+        self._done = done
+
+    def committed(self, path: list[int]) -> tuple[LayerCache, ...]:
+        cache, memory = self._cache, self._cache.memory
+        bank = cache.bank
+        memory.release(1 - bank)
+        self._done.commit(path, cache.length, bank)
+        return memory.written(1 - bank, cache.capacity)
+
+    def tensors(self) -> Iterable[Tensor]:
+        return self._done.rows

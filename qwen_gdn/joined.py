@@ -1,0 +1,62 @@
+"""Linear maps of one input run as one product: a step of decoding is bound by reads and launches, not arithmetic."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class ReadsOnce(nn.Module):
+    """A module with linear maps that read the same input; `join` lays their weights side by side.
+
+    The parameters stay, under their names, as views of the joined weight. Moving or replacing them undoes the join.
+    """
+
+    reads: tuple[str, ...]
+    """Names of the `nn.Linear`s without bias that `read` applies, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._joined: Tensor | None = None
+
+    def read(self, x: Tensor) -> tuple[Tensor, ...]:
+        """[..., D] to each linear map's output."""
+        linears = [getattr(self, name) for name in self.reads]
+        joined = self._joined
+        # A trace cannot compare addresses; who compiles has joined before and moves nothing after.
+        intact = torch.compiler.is_compiling() or (joined is not None and _starts_at(joined, linears[0].weight))
+        if joined is None or torch.is_grad_enabled() or not intact:
+            return tuple(linear(x) for linear in linears)
+        parts: tuple[Tensor, ...] = F.linear(x, joined).split([linear.out_features for linear in linears], dim=-1)
+        return parts
+
+    @torch.no_grad()
+    def join(self) -> None:
+        """Copies the weights into one, one group at a time; costs no memory but during the copy."""
+        linears = [getattr(self, name) for name in self.reads]
+        joined = torch.cat([linear.weight for linear in linears])
+        for linear, part in zip(linears, joined.split([linear.out_features for linear in linears]), strict=True):
+            linear.weight.data = part
+        self._joined = joined
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "ReadsOnce":
+        self._joined = None
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copied module owns its parameters one by one."""
+        return self.__dict__ | {"_joined": None}
+
+
+def join_projections(module: nn.Module) -> None:
+    """Joins every group of linear maps below `module` that reads one input."""
+    for part in module.modules():
+        if isinstance(part, ReadsOnce):
+            part.join()
+
+
+def _starts_at(joined: Tensor, weight: Tensor) -> bool:
+    return joined.data_ptr() == weight.data_ptr()

@@ -1,0 +1,89 @@
+"""Attention of a few new rows to a long committed prefix whose length is known to the device alone.
+
+Every new row sees the whole prefix, so that part needs no mask; which of the new rows see each other does. The two
+parts are computed apart and merged by their log-sum-exps, where the device has a kernel that returns them, and
+under one softmax elsewhere. Nothing waits for the length, so the same instructions serve every length.
+
+The query heads of a key head lie one after another along the rows, G of them: kernels then need not know groups.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn.attention.varlen import AuxRequest, varlen_attn
+
+from .norms import at_least_float32
+
+WORKERS = 192  # blocks of rows times key heads times pieces of the prefix that keep a large device busy
+ROWS = 64  # rows that one of its blocks takes
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor, keys: Tensor, values: Tensor, length: Tensor) -> Tensor:
+    """softmax(q [prefix, k]^T / sqrt(head_dim)) [prefix, v].
+
+    Args:
+        q: [1, H, N, head_dim].
+        k, v: those of the new rows, [1, H_kv, N, head_dim].
+        mask: which new rows a row sees, itself among them; bool [N, N].
+        keys, values: [1, H_kv, rows, head_dim], of which the first `length` are the prefix.
+        length: int64 [1], 0 for no prefix.
+
+    Returns:
+        [1, H, N, head_dim] in q's dtype.
+    """
+    heads, count = k.shape[1], q.shape[2]
+    folded = q.reshape(heads, -1, q.shape[3])
+    part = _flash if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) else _plain
+    out = part(folded, k[0], v[0], mask.repeat(folded.shape[1] // count, 1), keys[0], values[0], length)
+    return out.to(q.dtype).reshape(q.shape)
+
+
+def _plain(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, keys: Tensor, values: Tensor, length: Tensor) -> Tensor:
+    """One softmax over all rows there are; q [H_kv, G·N, head_dim]."""
+    committed = torch.arange(keys.shape[1], device=keys.device) < length
+    before = (q @ keys.transpose(1, 2)).masked_fill(~committed, float("-inf"))
+    among = (q @ k.transpose(1, 2)).masked_fill(~mask, float("-inf"))
+    scores = at_least_float32(torch.cat((before, among), dim=-1)) * q.shape[-1] ** -0.5
+    weights = scores.softmax(dim=-1).to(q.dtype)
+    # rows past the length may hold anything, also what zero times it is not zero
+    prefix = values.masked_fill(~committed[:, None], 0.0)
+    out: Tensor = weights[..., : keys.shape[1]] @ prefix + weights[..., keys.shape[1] :] @ v
+    return out
+
+
+def _flash(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, keys: Tensor, values: Tensor, length: Tensor) -> Tensor:
+    """The prefix in pieces by a flash kernel, the new rows by themselves; q [H_kv, G·N, head_dim]."""
+    scores = (q.float() @ k.float().transpose(1, 2) * q.shape[-1] ** -0.5).masked_fill(~mask, float("-inf"))
+    weight = scores.logsumexp(dim=-1)
+    out = (scores - weight[..., None]).exp() @ v.float()
+    pieces, piece_weights = _pieces(q, keys, values, length)
+    weights = torch.cat((piece_weights, weight[None])).softmax(dim=0)[..., None]
+    merged: Tensor = (weights[:-1] * pieces).sum(dim=0) + weights[-1] * out
+    return merged
+
+
+def _pieces(q: Tensor, keys: Tensor, values: Tensor, length: Tensor) -> tuple[Tensor, Tensor]:
+    """What q reads of each of S pieces of the prefix, [S, H_kv, R, head_dim], and log-sum-exps [S, H_kv, R].
+
+    The pieces are sequences of one ragged batch whose borders lie on the device; a long prefix then keeps as many
+    multiprocessors busy as there are pieces. An empty piece weighs nothing.
+    """
+    heads, rows, width = q.shape
+    count = max(1, WORKERS // (heads * -(-rows // ROWS)))
+    size = (length + (count - 1)) // count
+    ends = torch.minimum(torch.arange(count + 1, device=q.device) * size, length)
+    starts = torch.arange(count + 1, device=q.device, dtype=torch.int32) * rows
+    repeated = q.transpose(0, 1).expand(count, rows, heads, width).reshape(count * rows, heads, width)
+    out, lse = varlen_attn(
+        repeated,
+        keys.transpose(0, 1),
+        values.transpose(0, 1),
+        starts,
+        ends.int(),
+        rows,
+        -(-keys.shape[1] // count),
+        return_aux=AuxRequest(lse=True),
+    )
+    empty = (ends[1:] == ends[:-1])[:, None, None]
+    pieces = out.view(count, rows, heads, width).transpose(1, 2).float()
+    weights = lse.view(heads, count, rows).transpose(0, 1)
+    return pieces.masked_fill(empty[..., None], 0.0), weights.masked_fill(empty, float("-inf"))

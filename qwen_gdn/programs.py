@@ -1,0 +1,154 @@
+"""What one layer does in a recorded program: pure tensor code over memory at fixed addresses.
+
+The layers are those of the model; only their lanes differ. Lengths, banks and trees come as tensors on the device, so
+one recording serves every length and every tree up to its size. Rows beyond a tree or a path are padding: no node has
+one as its ancestor, and a path's padding neither writes nor decays.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .conv import chain_conv, tree_conv
+from .delta_rule import Factors, absorb, delta_chain, delta_window
+from .lanes import Step
+from .layer_cache import DeltaRows
+from .prefix import attend
+from .rope import Rotation
+from .static_cache import StaticDelta, StaticLayer, StaticRows
+
+
+class Place(NamedTuple):
+    """Where a program starts: committed tokens, and the bank it reads; the other one is written. int64 [1] each."""
+
+    length: Tensor
+    bank: Tensor
+
+
+class Nodes(NamedTuple):
+    """A padded tree, as `Topology` describes it: int64 [N], [N] and [N, W], bool [N, N]."""
+
+    tokens: Tensor
+    depths: Tensor
+    windows: Tensor
+    ancestors: Tensor
+
+
+class Picked(NamedTuple):
+    """A padded root path: int64 [P], of which the first `length` [1] are its nodes."""
+
+    nodes: Tensor
+    length: Tensor
+
+
+KVRows = tuple[Tensor, Tensor]
+
+
+class _TreeRows:
+    """An attention layer's lane over a tree."""
+
+    def __init__(self, rows: StaticRows, place: Place, nodes: Nodes) -> None:
+        self._rows, self._place, self._nodes = rows, place, nodes
+        self.kept: KVRows
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
+        self.kept = k, v
+        rows = self._rows
+        return attend(
+            q, k, v, mask=self._nodes.ancestors, keys=rows.keys, values=rows.values, length=self._place.length
+        )
+
+
+class _StepRows:
+    """An attention layer's lane for one token, whose row is scratch until the length moves."""
+
+    def __init__(self, rows: StaticRows, place: Place) -> None:
+        self._rows, self._place = rows, place
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
+        rows, length = self._rows, self._place.length
+        alone = torch.ones(1, 1, dtype=torch.bool, device=q.device)
+        out = attend(q, k, v, mask=alone, keys=rows.keys, values=rows.values, length=length)
+        rows.keys.index_copy_(2, length, k)
+        rows.values.index_copy_(2, length, v)
+        return out
+
+
+class _TreeDelta:
+    """A delta layer's lane over a tree."""
+
+    def __init__(self, delta: StaticDelta, place: Place, nodes: Nodes) -> None:
+        self._delta, self._place, self._nodes = delta, place, nodes
+        self._columns: Tensor
+        self.kept: DeltaRows
+
+    def convolve(self, columns: Tensor, weight: Tensor) -> Tensor:
+        self._columns = columns
+        return tree_conv(_after(self._delta, self._place, columns), weight, self._nodes.windows)
+
+    def mix(self, q: Tensor, k: Tensor, v: Tensor, *, log_decay: Tensor, beta: Tensor) -> Tensor:
+        state = self._delta.states.index_select(0, self._place.bank)
+        out, factors = delta_window(
+            q, k, v, log_decay=log_decay, beta=beta, state=state, ancestors=self._nodes.ancestors
+        )
+        self.kept = DeltaRows(factors, self._columns)
+        return out
+
+
+class _StepDelta:
+    """A delta layer's lane for one token, which goes straight into the other bank."""
+
+    def __init__(self, delta: StaticDelta, place: Place) -> None:
+        self._delta, self._place = delta, place
+
+    def convolve(self, columns: Tensor, weight: Tensor) -> Tensor:
+        joined = _after(self._delta, self._place, columns)
+        self._delta.columns.index_copy_(0, 1 - self._place.bank, joined[:, 1:])
+        return chain_conv(joined, weight)
+
+    def mix(self, q: Tensor, k: Tensor, v: Tensor, *, log_decay: Tensor, beta: Tensor) -> Tensor:
+        state = self._delta.states.index_select(0, self._place.bank)
+        out, after, _ = delta_chain(q, k, v, log_decay=log_decay, beta=beta, state=state)
+        self._delta.states.index_copy_(0, 1 - self._place.bank, after)
+        return out
+
+
+def _after(delta: StaticDelta, place: Place, columns: Tensor) -> Tensor:
+    return torch.cat((delta.columns.index_select(0, place.bank), columns), dim=1)
+
+
+def tree_layer(
+    layer: nn.Module, x: Tensor, rope: Rotation, memory: StaticLayer, place: Place, nodes: Nodes
+) -> tuple[Tensor, Any]:
+    """One layer over a tree: its output, and what the window keeps (`DeltaRows`, or keys and values)."""
+    lane = (_TreeRows if isinstance(memory, StaticRows) else _TreeDelta)(memory, place, nodes)  # type: ignore[arg-type]
+    out: Tensor = layer(x, lane, Step(rope, None, False))
+    return out, lane.kept
+
+
+def step_layer(layer: nn.Module, x: Tensor, rope: Rotation, memory: StaticLayer, place: Place) -> Tensor:
+    """One layer over one token, which is written to the other bank and behind the committed rows."""
+    lane = (_StepRows if isinstance(memory, StaticRows) else _StepDelta)(memory, place)  # type: ignore[arg-type]
+    out: Tensor = layer(x, lane, Step(rope, None, False))
+    return out
+
+
+def commit_delta(memory: StaticDelta, rows: DeltaRows, place: Place, path: Picked) -> None:
+    """Writes to the other bank what a delta layer remembers after a path."""
+    real = torch.arange(len(path.nodes), device=path.nodes.device) < path.length
+    k, u, log_decay = rows.factors.take(path.nodes)
+    # rows past the path come after it, so that without writes and decay they leave the state alone
+    factors = Factors(k, u.masked_fill(~real[:, None, None], 0.0), log_decay.masked_fill(~real[:, None], 0.0))
+    state = absorb(memory.states.index_select(0, place.bank), factors)
+    memory.states.index_copy_(0, 1 - place.bank, state)
+    columns = _after(memory, place, rows.columns[:, path.nodes])
+    newest = path.length + torch.arange(memory.columns.shape[1], device=path.length.device)
+    memory.columns.index_copy_(0, 1 - place.bank, columns[:, newest])
+
+
+def commit_rows(memory: StaticRows, rows: KVRows, place: Place, path: Picked) -> None:
+    """Writes a path's keys and values behind the committed ones; its padding lands on scratch rows."""
+    where = place.length + torch.arange(len(path.nodes), device=path.nodes.device)
+    memory.keys.index_copy_(2, where, rows[0][:, :, path.nodes])
+    memory.values.index_copy_(2, where, rows[1][:, :, path.nodes])

@@ -1,0 +1,90 @@
+"""Functions over fixed addresses, recorded once as a CUDA graph and replayed; elsewhere they are simply called."""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from .precision import full_float32
+
+T = TypeVar("T")
+
+Announce = Callable[[str], AbstractContextManager[object]]
+"""Makes the context in which a program of that name is compiled and recorded, which takes seconds to minutes."""
+
+
+class Recorded(Generic[T]):
+    """A function without arguments whose tensors never move; what it returns is written over by the next call.
+
+    Args:
+        run: launches work on fixed addresses. Running it more than once must do no harm: it is run to warm up.
+    """
+
+    def __init__(self, name: str, run: Callable[[], T], device: torch.device, announce: Announce) -> None:
+        self._name = name
+        self._run = run
+        self._device = device
+        self._announce = announce
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._result: T
+        self._ready = False
+
+    def __call__(self) -> T:
+        if not self._ready:
+            with self._announce(self._name):
+                self._prepare()
+        if self._graph is None:
+            with full_float32():
+                return self._run()
+        self._graph.replay()
+        return self._result
+
+    def _prepare(self) -> None:
+        """Compiles and warms up; nothing may be half-recorded if it fails."""
+        # One compiled function serves every size and kind of layer, each with code of its own.
+        with full_float32(), torch._dynamo.config.patch(recompile_limit=1024, accumulated_recompile_limit=4096):
+            if self._device.type == "cuda":
+                self._record()
+            else:
+                self._run()
+        self._ready = True
+
+    def _record(self) -> None:
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            self._run()  # compiles, tunes, and lets libraries set themselves up, none of which can be recorded
+            self._run()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            result = self._run()
+        self._result, self._graph = result, graph
+
+
+class Inputs:
+    """Small integers that a program reads, at one fixed address: one transfer fills all of them, without a wait.
+
+    Args:
+        counts: numbers in each part.
+    """
+
+    def __init__(self, counts: Sequence[int], device: torch.device) -> None:
+        self._flat = torch.zeros(sum(counts), dtype=torch.int64, device=device)
+        self.parts: tuple[Tensor, ...] = self._flat.split(list(counts))
+
+    def fill(self, parts: Sequence[Tensor]) -> None:
+        """Sends the parts, int64 on the CPU, in order."""
+        flat = torch.cat(list(parts))
+        send(flat, self._flat)
+
+
+def send(source: Tensor, target: Tensor) -> None:
+    """Copies a CPU tensor to a fixed address; the host does not wait."""
+    target.copy_(source.pin_memory() if target.is_cuda else source, non_blocking=True)
+
+
+def unannounced(name: str) -> AbstractContextManager[Any]:
+    return nullcontext()
