@@ -110,6 +110,13 @@ def _add_models(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument("--device", metavar="NAME", help="cpu, cuda or cuda:N (default: cuda if there is one)")
     group.add_argument(
+        "--engine",
+        choices=("auto", "eager", "graph"),
+        default="auto",
+        help="graph compiles the short forwards, and on CUDA replays them as graphs: minutes to prepare, then many "
+        "times faster there; auto takes graph on CUDA, eager elsewhere (default: %(default)s)",
+    )
+    group.add_argument(
         "--dtype", choices=DTYPE_NAMES, help="of the weights (default: float32 on a CPU, the checkpoint's on CUDA)"
     )
 

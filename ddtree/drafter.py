@@ -146,18 +146,23 @@ class DFlashDrafter(nn.Module):
         Raises:
             ValueError: features have another shape.
         """
+        self.check_features(features)
         weight = self.fc.weight
-        if features.dim() != 3 or features.shape[0] != 1 or features.shape[2] != weight.shape[1]:
-            raise ValueError(
-                f"drafter: features must be [1, T, {weight.shape[1]}], that is {len(self.layers)} layers of "
-                f"{self.config.hidden_size}, got {list(features.shape)}"
-            )
         start, end = self._context.length, self._context.length + features.shape[1]
         by = self.angles(torch.arange(start, end, device=weight.device))
         added = self.project(self.context(features.to(weight.dtype)), by)
         kept = zip(self.config.layer_types, self._context.layers or self._no_rows(), added, strict=True)
         layers = tuple(_appended(old, new, start, self.config.window(kind)) for kind, old, new in kept)
         self._context = _Context(end, layers)
+
+    def check_features(self, features: Tensor) -> None:
+        """Raises ValueError unless features are [1, T, len(layers) · D]."""
+        width = self.fc.weight.shape[1]
+        if features.dim() != 3 or features.shape[0] != 1 or features.shape[2] != width:
+            raise ValueError(
+                f"drafter: features must be [1, T, {width}], that is {len(self.layers)} layers of "
+                f"{self.config.hidden_size}, got {list(features.shape)}"
+            )
 
     @torch.no_grad()
     def propose(self, root: int) -> Tensor:

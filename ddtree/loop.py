@@ -26,6 +26,7 @@ from qwen_gdn.decode import (
 )
 from qwen_gdn.model import Hidden, LayerId
 from qwen_gdn.topology import Topology
+from qwen_gdn.transfer import indices
 
 from .tree import DraftTree, Prefix, Scores, accept, build_chain, build_tree
 
@@ -221,8 +222,7 @@ class _Loop:
     def keep(self, tree: DraftTree, path: list[int], hidden: Hidden) -> None:
         if len(tree.topology) > 1:
             self.cache.commit(path)
-        nodes = torch.tensor(path, device=hidden.final.device)
-        self.drafter.observe(_features(hidden)[:, nodes])
+        self.drafter.observe(_features(hidden)[:, indices(path, hidden.final.device)])
 
 
 class _Shallow:

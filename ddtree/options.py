@@ -17,6 +17,7 @@ from .loop import generate
 from .sampling import make_sampler
 
 Mode = Literal["tree", "chain", "plain"]
+EngineKind = Literal["eager", "graph"]
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,7 @@ class Options:
     system: str | None
     thinking: bool
     device: torch.device
+    engine: EngineKind
     dtype: torch.dtype | None
     json: bool
     echo: bool
@@ -58,7 +60,7 @@ class Options:
     def settings(self) -> dict[str, Any]:
         """What shapes the text, the prompt and the seed aside."""
         names = ("target", "drafter", "mode", "budget", "max_new_tokens", "temperature", "top_k", "top_p")
-        return {name: getattr(self, name) for name in (*names, "chat", "system", "thinking")}
+        return {name: getattr(self, name) for name in (*names, "chat", "system", "thinking", "engine")}
 
 
 def parse(argv: Sequence[str] | None = None) -> Options:
@@ -77,10 +79,12 @@ def parse(argv: Sequence[str] | None = None) -> Options:
     mode: Mode = asked.mode if drafter else "plain"
     nodes = default(generate, "budget") if asked.budget is None else asked.budget
     drawn = secrets.randbits(32) if asked.seed is None and asked.temperature > 0 else asked.seed
+    device = _device(asked.device)
     kept = ("target", "max_new_tokens", "temperature", "top_k", "top_p", "chat", "json", "echo")
     return Options(
         **{name: getattr(asked, name) for name in kept},
-        device=_device(asked.device),
+        device=device,
+        engine=("graph" if device.type == "cuda" else "eager") if asked.engine == "auto" else asked.engine,
         dtype=DTYPE_NAMES.get(asked.dtype),
         drafter=None if mode == "plain" else drafter,
         mode=mode,

@@ -16,9 +16,10 @@ _BAR = 40  # width of the longest bar of a histogram
 
 @dataclass(frozen=True)
 class Figures:
-    """Figures of one generation. Times are seconds spent generating, not in loading or in writing the text.
+    """Figures of one generation. Times are seconds spent generating, not in loading, compiling or writing the text.
 
     Attributes:
+        preparing_seconds: what compiling and recording programs took, counted nowhere else.
         first_token_seconds: from the start to the prefill's own token, None if there was none.
         tokens_per_second: of the tokens after that one, None if there were none.
         accepted_lengths: accepted drafts + 1 -> number of rounds, for all rounds but the prefill's.
@@ -29,6 +30,7 @@ class Figures:
     prompt_tokens: int
     tokens: int
     seconds: float
+    preparing_seconds: float
     first_token_seconds: float | None
     tokens_per_second: float | None
     prefill_forwards: int
@@ -53,6 +55,7 @@ class Meter:
         self._device = device
         self._rounds: list[Round] = []
         self._seconds = 0.0
+        self._preparing = 0.0
         self._first: float | None = None
         self._stages = dict.fromkeys(STAGES, 0.0)
         self._entered = Counter[str]()
@@ -60,21 +63,31 @@ class Meter:
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
         """Times one stage; one that raises counts its time, and is not counted as done."""
-        start = self._now()
+        start, prepared = self._now(), self._preparing
         try:
             yield
             self._entered[name] += 1
         finally:
-            self._stages[name] = self._stages.get(name, 0.0) + self._now() - start
+            spent = self._now() - start - (self._preparing - prepared)
+            self._stages[name] = self._stages.get(name, 0.0) + spent
+
+    @contextmanager
+    def preparing(self) -> Iterator[None]:
+        """Takes the time of its body out of the stage and the generation that it interrupts."""
+        start = self._now()
+        try:
+            yield
+        finally:
+            self._preparing += self._now() - start
 
     def rounds(self, generated: Iterator[Round]) -> Iterator[Round]:
         """The same rounds; the consumer's own time is not counted."""
         while True:
-            start = perf_counter()
+            start, prepared = perf_counter(), self._preparing
             try:
                 done = next(generated, None)
             finally:
-                self._seconds += perf_counter() - start
+                self._seconds += perf_counter() - start - (self._preparing - prepared)
             if done is None:
                 return
             if self._first is None:
@@ -91,6 +104,7 @@ class Meter:
             prompt_tokens=prompt_tokens,
             tokens=tokens,
             seconds=self._seconds,
+            preparing_seconds=self._preparing,
             first_token_seconds=self._first,
             tokens_per_second=(tokens - 1) / later if tokens > 1 else None,
             prefill_forwards=self._entered["prefill"],
@@ -110,6 +124,8 @@ class Meter:
 def lines(figures: Figures) -> Iterator[str]:
     """Figures for people, line by line, in printable ASCII."""
     yield f"{figures.tokens} tokens after a prompt of {figures.prompt_tokens}"
+    if figures.preparing_seconds:
+        yield f"programs prepared in {figures.preparing_seconds:.1f} s, not counted below"
     if figures.first_token_seconds is not None:
         yield f"first token after {figures.first_token_seconds:.3f} s"
     if figures.tokens_per_second is not None:

@@ -15,8 +15,8 @@ from typing import Literal, NamedTuple, NoReturn
 import torch
 from tqdm import tqdm
 
-from qwen_gdn.decode import PREFILL_WINDOW, OnStage
-from qwen_gdn.model import QwenGDN
+from qwen_gdn.decode import PREFILL_WINDOW, HybridModel, OnStage
+from qwen_gdn.engine import Engine
 from weights import TextStream, load_drafter, load_target
 from weights.files import one_line
 
@@ -24,6 +24,7 @@ from .arguments import UsageError
 from .loop import NoDrafts, Proposer, Round, generate
 from .options import Options, parse
 from .prepare import Job, prepare
+from .recorded_drafter import RecordedDrafter
 from .report import Figures, Meter, lines
 from .tree import build_chain, build_tree
 
@@ -65,11 +66,8 @@ def _run(options: Options) -> int:
     job = prepare(options)
     for note in (*options.notes, *job.notes):
         _say(f"note: {note}")
-    target = load_target(options.target, device=options.device, dtype=options.dtype)
-    drafter: Proposer = NoDrafts()
-    if options.drafter is not None:
-        drafter = load_drafter(options.drafter, device=options.device, dtype=options.dtype)
     meter = Meter(options.device)
+    target, drafter = _models(options, meter)
     page = Page(options.prompt if options.echo else "")
     with _prefill_progress(meter.stage, len(job.prompt_ids)) as on_stage:
         rounds = generate(
@@ -92,6 +90,24 @@ def _run(options: Options) -> int:
     if options.json:
         print(_as_json(options, outcome, figures, target), flush=True)
     return INTERRUPTED if outcome.finish_reason == "interrupted" else 0
+
+
+def _models(options: Options, meter: Meter) -> tuple[HybridModel, Proposer]:
+    """The target and what proposes to it, as models or as their programs."""
+    target = load_target(options.target, device=options.device, dtype=options.dtype)
+    drafter = options.drafter and load_drafter(options.drafter, device=options.device, dtype=options.dtype)
+    if options.engine == "eager":
+        return target, drafter or NoDrafts()
+
+    @contextmanager
+    def announce(program: str) -> Iterator[None]:
+        if sys.stderr.isatty():
+            _say(f"compiling the program of {program}")
+        with meter.preparing():
+            yield
+
+    engine = Engine(target, announce=announce)
+    return engine, RecordedDrafter(drafter, announce=announce) if drafter else NoDrafts()
 
 
 class Page:
@@ -176,7 +192,7 @@ def _report(options: Options, outcome: Outcome, figures: Figures) -> None:
     sys.stderr.flush()
 
 
-def _as_json(options: Options, outcome: Outcome, figures: Figures, target: QwenGDN) -> str:
+def _as_json(options: Options, outcome: Outcome, figures: Figures, target: HybridModel) -> str:
     """One line, in ASCII: characters at which some readers break lines are escaped."""
     numbers = asdict(figures) | {"target_forwards": figures.target_forwards}
     where = {"device": str(target.device), "dtype": str(target.dtype).removeprefix("torch.")}

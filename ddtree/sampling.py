@@ -97,17 +97,30 @@ class Stochastic:
         self.uniform = uniform
 
     def __call__(self, logits: Tensor) -> Tensor:
-        """Logits [N, vocab] -> int64 [N]."""
+        """Logits [N, vocab] -> int64 [N] on the CPU."""
         check_shape(logits)
-        values, tokens = logits.detach(), None
+        values, names = logits.detach(), None
         if 0 < self.top_k < logits.shape[1]:
-            values, tokens = ranked(values, self.top_k)
+            values, names = ranked(values, self.top_k)
         weights = tempered(values, self.temperature)
+        uniform = self.uniform(len(weights), 2, weights.device)
+        peaks = values.amax(-1, keepdim=True)
+        drawn, short = self._draw(weights, names, uniform, FEW)
+        # One transfer brings all, so that the host waits once; float64 holds every token id.
+        tokens, tops, retry = torch.cat((drawn.double(), peaks.double(), short.double()), dim=1).cpu().unbind(1)
+        check_peaks(tops.unsqueeze(1))
+        if bool(retry.any()):
+            tokens = self._draw(weights, names, uniform, weights.shape[1])[0].cpu().squeeze(1)
+        return tokens.long()
+
+    def _draw(self, weights: Tensor, names: Tensor | None, uniform: Tensor, few: int) -> tuple[Tensor, Tensor]:
+        """Token ids [N, 1], and whether the `few` likeliest were too few to hold the nucleus, bool [N, 1]."""
+        short = torch.zeros(len(weights), 1, dtype=torch.bool, device=weights.device)
         if self.top_p < 1:
-            weights, places = nucleus(weights, self.top_p)
-            tokens = places if tokens is None else tokens.gather(1, places)
-        drawn = draw(weights, self.uniform(len(weights), 2, weights.device))
-        return drawn if tokens is None else tokens.gather(1, drawn.unsqueeze(1)).squeeze(1)
+            weights, places, short = nucleus(weights, self.top_p, few)
+            names = places if names is None else names.gather(1, places)
+        drawn = draw(weights, uniform).unsqueeze(1)
+        return drawn if names is None else names.gather(1, drawn), short
 
     def __repr__(self) -> str:
         settings = f"temperature={self.temperature}, top_k={self.top_k}, top_p={self.top_p}"
@@ -117,33 +130,36 @@ class Stochastic:
 def tempered(logits: Tensor, temperature: float) -> Tensor:
     """softmax(logits / temperature) of each row, in float32 or the logits' float64.
 
-    Raises:
-        ValueError: the greatest logit of a row is not finite.
+    A row whose greatest logit is not finite gives no probabilities.
     """
     peaks = logits.amax(-1, keepdim=True)
-    check_peaks(peaks)
     # The peak goes first: then the quotient is at most 0 and cannot overflow upwards.
     scaled = at_least_float32(logits) - at_least_float32(peaks)
     return scaled.div_(min(max(temperature, COLDEST), HOTTEST)).softmax(-1)
 
 
-def nucleus(probabilities: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
+def nucleus(probabilities: Tensor, top_p: float, few: int) -> tuple[Tensor, Tensor, Tensor]:
     """The shortest run of likeliest entries whose mass reaches `top_p`, at least one.
 
     Args:
         probabilities: [N, width], each row of sum 1.
+        few: how many of the likeliest entries to look at; all of them are sorted if that is the whole width.
 
     Returns:
-        Weights [N, M] in descending order, 0 beyond the run, and their columns [N, M].
+        Weights [N, M] in descending order, 0 beyond the run, their columns [N, M], and whether the run is longer
+        than what was looked at, bool [N, 1].
     """
     # Rounding must not decide a mass that equals top_p on paper (0.5 + 0.3 against 0.8): it counts as reached.
     enough = top_p - 8 * torch.finfo(probabilities.dtype).eps
-    weights, columns = ranked(probabilities, FEW)
-    if bool((weights.sum(-1, dtype=torch.float64) < enough).any()):
+    if few < probabilities.shape[1]:
+        weights, columns = ranked(probabilities, few)
+        short = weights.sum(-1, dtype=torch.float64, keepdim=True) < enough
+    else:
         weights, columns = probabilities.sort(dim=-1, descending=True, stable=True)
+        short = torch.zeros_like(weights[:, :1], dtype=torch.bool)
     cut = weights.cumsum(-1, dtype=torch.float64) - weights >= enough
     cut[:, 0] = False
-    return weights.masked_fill(cut, 0), columns
+    return weights.masked_fill(cut, 0), columns, short
 
 
 def draw(weights: Tensor, uniform: Tensor) -> Tensor:

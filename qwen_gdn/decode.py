@@ -26,6 +26,12 @@ class HybridModel(Protocol):
     @property
     def config(self) -> ModelConfig: ...
 
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
     def __call__(
         self, tokens: Tensor, memory: HybridCache | Branch | None = None, *, capture: Sequence[LayerId] = ()
     ) -> Hidden: ...
@@ -40,7 +46,7 @@ class HybridModel(Protocol):
 
 
 Sampler = Callable[[Tensor], Tensor]
-"""Draws one token id for each row of logits: [N, vocab] -> int64 [N]."""
+"""Draws one token id for each row of logits: [N, vocab] -> int64 [N], on the CPU or on their device."""
 
 
 OnStage = Callable[[str], AbstractContextManager[object]]
@@ -48,15 +54,18 @@ OnStage = Callable[[str], AbstractContextManager[object]]
 
 
 def greedy(logits: Tensor) -> Tensor:
-    """The likeliest token of each row; of equal ones the lowest id. [N, vocab] -> int64 [N].
+    """The likeliest token of each row; of equal ones the lowest id. [N, vocab] -> int64 [N] on the CPU.
 
     Raises:
         ValueError: the logits are not [N, vocab], or the greatest of a row is not finite.
     """
     check_shape(logits)
-    tokens = logits.argmax(dim=-1)
-    check_peaks(logits.gather(1, tokens.unsqueeze(1)))
-    return tokens
+    tokens = logits.argmax(dim=-1, keepdim=True)
+    peaks = logits.gather(1, tokens)
+    # One transfer brings both, so that the host waits once; float64 holds every token id.
+    both = torch.cat((tokens.double(), peaks.double()), dim=1).cpu()
+    check_peaks(both[:, 1:])
+    return both[:, 0].long()
 
 
 def check_shape(logits: Tensor) -> None:

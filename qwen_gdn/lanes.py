@@ -18,6 +18,7 @@ from .conv import chain_conv, tree_conv
 from .delta_rule import delta_chain, delta_window
 from .layer_cache import DeltaCache, DeltaRows, KVCache, LayerCache, LayerLayout
 from .rope import Rotation
+from .transfer import indices
 
 
 class AttentionLane(Protocol):
@@ -100,7 +101,7 @@ class TreeLanes(NamedTuple):
     device: torch.device
 
     def committed(self, path: list[int]) -> tuple[LayerCache, ...]:
-        nodes = torch.tensor(path, device=self.device)
+        nodes = indices(path, self.device)
         return tuple(lane.committed(nodes) for lane in self.lanes)
 
     def tensors(self) -> Iterable[Tensor]:

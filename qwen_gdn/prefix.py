@@ -32,20 +32,31 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor, keys: Tensor, value
     """
     heads, count = k.shape[1], q.shape[2]
     folded = q.reshape(heads, -1, q.shape[3])
-    part = _flash if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) else _plain
-    out = part(folded, k[0], v[0], mask.repeat(folded.shape[1] // count, 1), keys[0], values[0], length)
+    mask = mask.repeat(folded.shape[1] // count, 1)
+    if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
+        out = _flash(folded, k[0], v[0], mask, keys[0], values[0], length)
+    else:
+        seen = torch.arange(keys.shape[2], device=q.device)[None] < length
+        out = _plain(folded, k[0], v[0], mask, keys[0], values[0], seen)
     return out.to(q.dtype).reshape(q.shape)
 
 
-def _plain(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, keys: Tensor, values: Tensor, length: Tensor) -> Tensor:
-    """One softmax over all rows there are; q [H_kv, G·N, head_dim]."""
-    committed = torch.arange(keys.shape[1], device=keys.device) < length
-    before = (q @ keys.transpose(1, 2)).masked_fill(~committed, float("-inf"))
+def attend_seen(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor, keys: Tensor, values: Tensor, seen: Tensor) -> Tensor:
+    """`attend` where each new row sees rows of its own choice; `seen` is bool [N, rows], in any order of rows."""
+    folded = q.reshape(k.shape[1], -1, q.shape[3])
+    groups = folded.shape[1] // q.shape[2]
+    out = _plain(folded, k[0], v[0], mask.repeat(groups, 1), keys[0], values[0], seen.repeat(groups, 1))
+    return out.to(q.dtype).reshape(q.shape)
+
+
+def _plain(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, keys: Tensor, values: Tensor, seen: Tensor) -> Tensor:
+    """One softmax over all rows there are; q [H_kv, G·N, head_dim], seen [G·N or 1, rows]."""
+    before = (q @ keys.transpose(1, 2)).masked_fill(~seen, float("-inf"))
     among = (q @ k.transpose(1, 2)).masked_fill(~mask, float("-inf"))
     scores = at_least_float32(torch.cat((before, among), dim=-1)) * q.shape[-1] ** -0.5
     weights = scores.softmax(dim=-1).to(q.dtype)
-    # rows past the length may hold anything, also what zero times it is not zero
-    prefix = values.masked_fill(~committed[:, None], 0.0)
+    # rows that nobody sees may hold anything, also what zero times it is not zero
+    prefix = values.masked_fill(~seen.any(0)[:, None], 0.0)
     out: Tensor = weights[..., : keys.shape[1]] @ prefix + weights[..., keys.shape[1] :] @ v
     return out
 

@@ -1,15 +1,14 @@
 """The programs over one memory: one token, trees of several sizes, and the commits that belong to them."""
 
 from collections.abc import Callable, Sequence
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .model import Hidden, LayerId, QwenGDN
 from .programs import Nodes, Picked, Place, commit_delta, commit_rows, step_layer, tree_layer
-from .recorded import Announce, Inputs, Recorded, send
+from .recorded import Announce, Inputs, Recorded, applied, compiled, send
 from .rope import Rotation, rotation
 from .static_cache import StaticDelta, StaticMemory
 from .topology import Topology
@@ -73,7 +72,7 @@ class _Step:
         x, rope = _enter(self._model, self._token, place.length)
         outputs = {}
         for i, (layer, memory) in enumerate(zip(self._model.layers, self._memory.layers, strict=True)):
-            x = _compiled(step_layer)(layer, x, rope, memory, place)
+            x = compiled(step_layer)(layer, x, rope, memory, place)
             outputs[i] = x
         return _leave(self._model, x, outputs, self._capture)
 
@@ -128,7 +127,7 @@ class _Tree:
         x, rope = _enter(self._model, nodes.tokens, place.length + nodes.depths)
         outputs, kept = {}, []
         for i, (layer, memory) in enumerate(zip(self._model.layers, self._memory.layers, strict=True)):
-            x, rows = _compiled(tree_layer)(layer, x, rope, memory, place, nodes)
+            x, rows = compiled(tree_layer)(layer, x, rope, memory, place, nodes)
             outputs[i] = x
             kept.append(rows)
         return _leave(self._model, x, outputs, self._capture), kept
@@ -138,28 +137,17 @@ class _Tree:
         place, path = Place(length, bank), Picked(nodes, count)
         for memory, rows in zip(self._memory.layers, self._kept, strict=True):
             commit = commit_delta if isinstance(memory, StaticDelta) else commit_rows
-            _compiled(commit)(memory, rows, place, path)
-
-
-@cache
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, compiled for exactly the shapes it meets."""
-    return torch.compile(function, fullgraph=True, dynamic=False)
+            compiled(commit)(memory, rows, place, path)
 
 
 def _enter(model: QwenGDN, tokens: Tensor, positions: Tensor) -> tuple[Tensor, Rotation]:
     c = model.config
-    return model.embed(tokens)[None], _compiled(rotation)(positions, c.rotary_dim, c.rope_theta, model.dtype)
+    return model.embed(tokens)[None], compiled(rotation)(positions, c.rotary_dim, c.rope_theta, model.dtype)
 
 
 def _leave(model: QwenGDN, x: Tensor, outputs: dict[int, Tensor], capture: Capture) -> Hidden:
-    final = _compiled(_normed)(model.norm, x)
+    final = compiled(applied)(model.norm, x)
     return Hidden(final, tuple(final if i == "final" else outputs[i] for i in capture))
-
-
-def _normed(norm: nn.Module, x: Tensor) -> Tensor:
-    out: Tensor = norm(x)
-    return out
 
 
 def _copied(hidden: Hidden, count: int) -> Hidden:

@@ -2,12 +2,14 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from typing import Any, Generic, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .precision import full_float32
+from .transfer import pinned
 
 T = TypeVar("T")
 
@@ -64,6 +66,18 @@ class Recorded(Generic[T]):
         self._result, self._graph = result, graph
 
 
+@cache
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, compiled for exactly the shapes it meets."""
+    return torch.compile(function, fullgraph=True, dynamic=False)
+
+
+def applied(module: nn.Module, x: Tensor) -> Tensor:
+    """The module's output; a function, so that it can be compiled."""
+    out: Tensor = module(x)
+    return out
+
+
 class Inputs:
     """Small integers that a program reads, at one fixed address: one transfer fills all of them, without a wait.
 
@@ -83,7 +97,7 @@ class Inputs:
 
 def send(source: Tensor, target: Tensor) -> None:
     """Copies a CPU tensor to a fixed address; the host does not wait."""
-    target.copy_(source.pin_memory() if target.is_cuda else source, non_blocking=True)
+    target.copy_(pinned(source, target.device), non_blocking=True)
 
 
 def unannounced(name: str) -> AbstractContextManager[Any]:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
-from ddtree.sampling import draw, make_sampler, nucleus, tempered
+from ddtree.sampling import FEW, draw, make_sampler, nucleus, tempered
 from ddtree.tree import accept, build_tree
 from qwen_gdn import greedy
 
@@ -208,7 +208,7 @@ def test_a_nucleus_is_the_shortest_run_whose_mass_reaches_top_p():
         # Sixty-fourths are exact, so equal entries and masses that equal top_p are what they seem.
         parts = torch.bincount(torch.randint(0, width, (64,), generator=generator), minlength=width)
         top_p = int(torch.randint(1, 65, (1,), generator=generator)) / 64
-        weights, columns = nucleus((parts / 64).unsqueeze(0), top_p)
+        weights, columns, _ = nucleus((parts / 64).unsqueeze(0), top_p, FEW)
         expected, mass = {}, 0
         for column in sorted(range(width), key=lambda c, parts=parts: (-int(parts[c]), c)):
             if mass < top_p * 64:
@@ -220,7 +220,7 @@ def test_a_nucleus_is_the_shortest_run_whose_mass_reaches_top_p():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_nucleus_of_next_to_no_mass_is_the_likeliest_token(dtype):
-    weights, columns = nucleus(torch.tensor([[0.3, 0.4, 0.3]], dtype=dtype), 1e-17)
+    weights, columns, _ = nucleus(torch.tensor([[0.3, 0.4, 0.3]], dtype=dtype), 1e-17, FEW)
     assert columns[weights > 0].tolist() == [1]
 
 
@@ -228,7 +228,7 @@ def test_rounding_does_not_widen_a_nucleus_that_is_full_on_paper():
     for peak in (0.0, 0.5, 1.0, 3.0):
         for dtype in (torch.float32, torch.float64):
             logits = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64).log().to(dtype) + peak
-            weights, _ = nucleus(tempered(logits.unsqueeze(0), 1.0), 0.8)
+            weights, *_ = nucleus(tempered(logits.unsqueeze(0), 1.0), 0.8, FEW)
             assert (weights[0] > 0).sum() == 2
 
 
@@ -236,10 +236,18 @@ def test_rounding_does_not_widen_a_nucleus_that_is_full_on_paper():
 def test_a_wide_nucleus_is_found_whole(top_p):
     flat = torch.full((2, 5000), 1 / 5000)
     flat[1] = torch.nn.functional.one_hot(torch.tensor(4321), 5000)
-    weights, columns = nucleus(flat, top_p)
+    assert nucleus(flat, top_p, FEW)[2].squeeze(1).tolist() == [round(top_p * 5000) > FEW, False]
+    weights, columns, short = nucleus(flat, top_p, 5000)
+    assert not short.any()
     assert (weights[0] > 0).sum() == round(top_p * 5000)
     assert columns[0, : round(top_p * 5000)].tolist() == list(range(round(top_p * 5000)))
     assert columns[1, weights[1] > 0].tolist() == [4321]
+
+
+def test_a_nucleus_wider_than_a_first_look_is_drawn_from_whole():
+    logits = torch.zeros(4000, 1000)
+    drawn = make_sampler(1.0, top_p=0.5, seed=0)(logits)
+    assert drawn.max() < 500 and len(drawn.unique()) > 480
 
 
 def test_a_draw_inverts_the_cumulative_weights():

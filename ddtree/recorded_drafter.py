@@ -1,0 +1,201 @@
+"""A DFlash drafter whose block and context update are compiled programs, on CUDA recorded as graphs.
+
+It proposes what the drafter itself would, to rounding. Context rows lie at fixed addresses: those of a full layer in
+a buffer, those of a sliding layer in a ring that holds its window and one block more, so that the padding of an
+update only ever lands on rows that no block can see any more, or not yet.
+"""
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from qwen_gdn.joined import join_projections
+from qwen_gdn.model import LayerId
+from qwen_gdn.prefix import attend, attend_seen
+from qwen_gdn.recorded import Announce, Inputs, Recorded, applied, compiled, unannounced
+from qwen_gdn.rope import Rotation, rotation
+from qwen_gdn.transfer import indices
+
+from .drafter import DFlashDrafter, Target
+from .drafter_layers import DrafterAttention, DrafterLayer, Rows
+
+ROWS = 4096  # context rows of a full layer to begin with; the buffer doubles
+
+
+class RecordedDrafter:
+    """The proposer of a drafter, by programs. Each is prepared when it is first needed.
+
+    Args:
+        drafter: its projections are joined; its own context is not used.
+        announce: entered with a program's name while it is prepared.
+    """
+
+    def __init__(self, drafter: DFlashDrafter, *, announce: Announce = unannounced) -> None:
+        join_projections(drafter)
+        self.drafter = drafter
+        self._announce = announce
+        self._target: Target | None = None
+        self._length = 0
+        self._programs: _Programs | None = None
+
+    @property
+    def layers(self) -> Sequence[LayerId]:
+        """Ids of the target layers it reads, in the order of concatenation."""
+        return self.drafter.layers
+
+    @property
+    def context_length(self) -> int:
+        """Rows observed since the last reset, which is the position of the next root."""
+        return self._length
+
+    def bind(self, target: Target) -> None:
+        """Borrows the embedding and head of a target; ValueError if the two do not fit together."""
+        self.drafter.bind(target)
+        self._target = target
+
+    def reset(self) -> None:
+        """Forgets the context, not the target."""
+        self._length = 0
+
+    @torch.no_grad()
+    def observe(self, features: Tensor) -> None:
+        """Appends the rows of committed tokens, [1, T, len(layers) · D], to the context of every layer.
+
+        Raises:
+            ValueError: features have another shape. Nothing is changed.
+            RuntimeError: no target is bound.
+        """
+        self.drafter.check_features(features)
+        self._prepared(self._length + features.shape[1]).observe(features, self._length)
+        self._length += features.shape[1]
+
+    @torch.no_grad()
+    def propose(self, root: int) -> Tensor:
+        """Logits [block_size − 1, vocab] of the tokens that may follow `root`; RuntimeError if no target is bound."""
+        return self._prepared(self._length).propose(root, self._length)
+
+    def _prepared(self, rows: int) -> "_Programs":
+        """Programs whose buffers hold that many context rows, with the context in them."""
+        if self._target is None:
+            raise RuntimeError("drafter: no target is bound; call bind(target) first")
+        now = self._programs
+        if now is None or now.rows < rows or now.target is not self._target:
+            size = ROWS if now is None else now.rows if rows <= now.rows else 2 * now.rows
+            grown = _Programs(self.drafter, self._target, max(rows, size), self._announce)
+            if now is not None:
+                grown.take(now, self._length)
+            self._programs = now = grown
+        return now
+
+
+class _Programs:
+    """Context rows of every layer, for blocks that start at up to `rows`, and the programs over them."""
+
+    def __init__(self, drafter: DFlashDrafter, target: Target, rows: int, announce: Announce) -> None:
+        config, like = drafter.config, drafter.fc.weight.detach()
+        self.drafter, self.target = drafter, target
+        self.windows = [config.window(kind) for kind in config.layer_types]
+        self.causal = [config.causal(kind) for kind in config.layer_types]
+        self.rows = rows if None in self.windows else sys.maxsize  # rings do not fill up
+        self.block_size = config.block_size
+        lengths = [(rows if window is None else window) + config.block_size for window in self.windows]
+        shapes = [(1, config.num_key_value_heads, length, config.head_dim) for length in lengths]
+        with torch.inference_mode(False):  # rows made in that mode could not be written outside it
+            self.kept = [Rows(like.new_zeros(shape), like.new_zeros(shape)) for shape in shapes]
+            self._features = like.new_zeros(1, config.block_size, like.shape[1])
+            self._start = Inputs((1,), like.device)
+            self._root = Inputs((1, 1), like.device)
+        self._observe = Recorded("the drafter's context update", self._launch_observe, like.device, announce)
+        self._propose = Recorded("the drafter's block", self._launch_propose, like.device, announce)
+
+    def take(self, other: "_Programs", length: int) -> None:
+        """Copies the first `length` context rows of programs with fewer rows."""
+        for mine, theirs, window in zip(self.kept, other.kept, self.windows, strict=True):
+            count = length if window is None else theirs.keys.shape[2]
+            for new, old in zip(mine, theirs, strict=True):
+                new[:, :, :count] = old[:, :, :count]
+
+    def observe(self, features: Tensor, start: int) -> None:
+        count = features.shape[1]
+        if count > self.block_size:  # a prompt's window; too long for padding to stay out of sight
+            self._append(features.to(self._features.dtype), indices([start], features.device), _same)
+        elif count:
+            self._features[:, :count].copy_(features)
+            self._start.fill((torch.tensor([start]),))
+            self._observe()
+
+    def propose(self, root: int, start: int) -> Tensor:
+        self._root.fill((torch.tensor([root, start]),))
+        return self._propose().clone()
+
+    def _launch_observe(self) -> None:
+        self._append(self._features, self._start.parts[0], compiled)
+
+    def _append(self, features: Tensor, start: Tensor, through: Callable[[Callable[..., Any]], Any]) -> None:
+        drafter, config = self.drafter, self.drafter.config
+        context = through(_context)(drafter, features)
+        positions = start + torch.arange(features.shape[1], device=features.device)
+        by = through(rotation)(positions, config.head_dim, config.rope_theta, context.dtype)
+        added = [through(_project)(cast(DrafterLayer, block).self_attn, context, by) for block in drafter.blocks]
+        for kept, new, window in zip(self.kept, added, self.windows, strict=True):
+            size = kept.keys.shape[2]
+            where = positions if window is None else positions[-size:] % size
+            for rows, more in zip(kept, new, strict=True):
+                rows.index_copy_(2, where, more[:, :, -len(where) :])
+
+    def _launch_propose(self) -> Tensor:
+        drafter, config = self.drafter, self.drafter.config
+        root, start = self._root.parts
+        masks = torch.full((config.block_size - 1,), config.mask_token_id, device=root.device)
+        embedded = self.target.embed(torch.cat((root, masks))[None])
+        x = embedded.to(drafter.fc.weight.dtype)
+        positions = start + torch.arange(config.block_size, device=root.device)
+        by = compiled(rotation)(positions, config.head_dim, config.rope_theta, x.dtype)
+        for block, rows, window, causal in zip(drafter.blocks, self.kept, self.windows, self.causal, strict=True):
+            x = compiled(_block)(block, x, by, rows, start, window, causal)
+        hidden = compiled(applied)(drafter.norm, x)
+        return self.target.logits(hidden[0, 1:].to(embedded.dtype))
+
+
+class _Context:
+    """What a layer's block sees of rows at fixed addresses. A ring holds position p at row p modulo its size."""
+
+    def __init__(self, rows: Rows, start: Tensor, window: int | None, causal: bool) -> None:
+        self._rows, self._start, self._window, self._causal = rows, start, window, causal
+
+    def attend(self, q: Tensor, own: Rows) -> Tensor:
+        size, window = q.shape[2], self._window
+        among = torch.ones(size, size, dtype=torch.bool, device=q.device)
+        if self._causal:
+            among = among.tril()
+        keys, values = self._rows
+        if window is None:
+            return attend(q, *own, mask=among, keys=keys, values=values, length=self._start)
+        inside = torch.arange(size, device=q.device)[:, None]
+        among = among & ((inside - inside.t()).abs() < window)
+        ring = torch.arange(keys.shape[2], device=q.device)
+        behind = (self._start - 1 - ring) % keys.shape[2] + 1  # how far before the block's start a row lies
+        seen = (behind <= self._start) & (behind + inside < window)
+        return attend_seen(q, *own, mask=among, keys=keys, values=values, seen=seen)
+
+
+def _context(drafter: DFlashDrafter, features: Tensor) -> Tensor:
+    return drafter.context(features)
+
+
+def _project(attention: DrafterAttention, context: Tensor, by: Rotation) -> Rows:
+    return attention.project(context, by)
+
+
+def _block(
+    layer: DrafterLayer, x: Tensor, by: Rotation, rows: Rows, start: Tensor, window: int | None, causal: bool
+) -> Tensor:
+    out: Tensor = layer(x, _Context(rows, start, window, causal), by)
+    return out
+
+
+def _same(function: Callable[..., Any]) -> Callable[..., Any]:
+    return function
