@@ -100,10 +100,9 @@ class Engine:
     def _step(self, tokens: Tensor, cache: StaticCache, capture: Sequence[LayerId]) -> Hidden:
         capture = self.model.checked_layers(tuple(capture))
         cache.expect(1)
-        bank = cache.bank
-        cache.memory.release(1 - bank)
+        bank, free = cache.start()
         hidden = self._programs[cache.memory].step(tuple(capture), tokens, cache.length, bank)
-        cache.extend(1, 1 - bank)
+        cache.extend(1, free)
         return hidden
 
     def _verify(self, tokens: Tensor, branch: Branch, cache: StaticCache, capture: Sequence[LayerId]) -> Hidden:
@@ -111,9 +110,8 @@ class Engine:
         count = tokens.shape[-1]
         branch.expect(1, count)
         size = self.sizes[bisect_left(self.sizes, count)]
-        done = self._programs[cache.memory].verify(
-            tuple(capture), size, tokens, branch.topology, cache.length, cache.bank
-        )
+        bank, _ = cache.start()
+        done = self._programs[cache.memory].verify(tuple(capture), size, tokens, branch.topology, cache.length, bank)
         branch.fill(_Window(cache, done))
         return done.hidden
 
@@ -148,11 +146,9 @@ class _Window:
         self._done = done
 
     def committed(self, path: list[int]) -> tuple[LayerCache, ...]:
-        cache, memory = self._cache, self._cache.memory
-        bank = cache.bank
-        memory.release(1 - bank)
-        self._done.commit(path, cache.length, bank)
-        return memory.written(1 - bank, cache.capacity)
+        bank, free = self._cache.start()
+        self._done.commit(path, self._cache.length, bank)
+        return self._cache.written(free)
 
     def tensors(self) -> Iterable[Tensor]:
         return self._done.rows

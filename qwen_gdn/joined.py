@@ -1,6 +1,6 @@
 """Linear maps of one input run as one product: a step of decoding is bound by reads and launches, not arithmetic."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -26,8 +26,7 @@ class ReadsOnce(nn.Module):
         linears = [getattr(self, name) for name in self.reads]
         joined = self._joined
         # A trace cannot compare addresses; who compiles has joined before and moves nothing after.
-        intact = torch.compiler.is_compiling() or (joined is not None and _starts_at(joined, linears[0].weight))
-        if joined is None or torch.is_grad_enabled() or not intact:
+        if joined is None or torch.is_grad_enabled() or not (torch.compiler.is_compiling() or _tiles(joined, linears)):
             return tuple(linear(x) for linear in linears)
         parts: tuple[Tensor, ...] = F.linear(x, joined).split([linear.out_features for linear in linears], dim=-1)
         return parts
@@ -58,5 +57,11 @@ def join_projections(module: nn.Module) -> None:
             part.join()
 
 
-def _starts_at(joined: Tensor, weight: Tensor) -> bool:
-    return joined.data_ptr() == weight.data_ptr()
+def _tiles(joined: Tensor, linears: Sequence[nn.Linear]) -> bool:
+    """Whether the weights lie in the joined one, in order and whole."""
+    address = joined.data_ptr()
+    for linear in linears:
+        if linear.weight.data_ptr() != address:
+            return False
+        address += linear.weight.nbytes
+    return True

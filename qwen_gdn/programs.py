@@ -53,7 +53,7 @@ class _TreeRows:
         self.kept: KVRows
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
-        self.kept = k, v
+        self.kept = k.contiguous(), v.contiguous()
         rows = self._rows
         return attend(
             q, k, v, mask=self._nodes.ancestors, keys=rows.keys, values=rows.values, length=self._place.length
@@ -84,7 +84,7 @@ class _TreeDelta:
         self.kept: DeltaRows
 
     def convolve(self, columns: Tensor, weight: Tensor) -> Tensor:
-        self._columns = columns
+        self._columns = columns.contiguous()  # a part of a joined product would keep all of it alive
         return tree_conv(_after(self._delta, self._place, columns), weight, self._nodes.windows)
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor, *, log_decay: Tensor, beta: Tensor) -> Tensor:

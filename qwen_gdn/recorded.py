@@ -36,22 +36,25 @@ class Recorded(Generic[T]):
     def __call__(self) -> T:
         if not self._ready:
             with self._announce(self._name):
-                self._prepare()
-        if self._graph is None:
-            with full_float32():
-                return self._run()
-        self._graph.replay()
-        return self._result
+                return self._first()
+        return self._again()
 
-    def _prepare(self) -> None:
-        """Compiles and warms up; nothing may be half-recorded if it fails."""
+    def _again(self) -> T:
+        if self._graph is not None:
+            self._graph.replay()
+            return self._result
+        with full_float32():
+            return self._run()
+
+    def _first(self) -> T:
+        """Compiles, and on CUDA records; nothing is half-recorded if it fails."""
         # One compiled function serves every size and kind of layer, each with code of its own.
         with full_float32(), torch._dynamo.config.patch(recompile_limit=1024, accumulated_recompile_limit=4096):
             if self._device.type == "cuda":
                 self._record()
-            else:
-                self._run()
+            result = self._again()
         self._ready = True
+        return result
 
     def _record(self) -> None:
         stream = torch.cuda.Stream()

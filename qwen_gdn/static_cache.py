@@ -1,11 +1,12 @@
 """A hybrid cache at fixed addresses, for programs that are recorded once and replayed.
 
 Delta memory exists twice, as two banks. A program reads the bank of the record it starts from and writes the other;
-the cache then swaps its record, as it always does. So nothing is allocated from round to round, a failure at any
-point leaves the committed bank as it was, and one step back (`transaction`) is a matter of swapping records again.
+the cache then swaps its record, as it always does. So nothing is allocated from round to round, and a failure at any
+point leaves the committed bank as it was.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -13,7 +14,6 @@ from torch import Tensor
 
 from .cache import HybridCache
 from .config import LayerType, ModelConfig
-from .lanes import ChainLane, Pass
 from .layer_cache import DeltaCache, KVCache, LayerCache
 from .norms import at_least_float32
 
@@ -33,6 +33,7 @@ class StaticRows(NamedTuple):
 
 
 StaticLayer = StaticDelta | StaticRows
+Layers = tuple[LayerCache, ...]
 
 
 class StaticMemory:
@@ -47,51 +48,24 @@ class StaticMemory:
     def __init__(self, config: ModelConfig, capacity: int, spare: int, like: Tensor) -> None:
         self.capacity = capacity
         self.layers = tuple(_storage(config, kind, capacity + spare, like) for kind in config.layer_types)
-        self._banks: list[tuple[LayerCache, ...] | None] = [None, None]
-        self._newest = 0
 
-    def empty(self, capacity: int) -> tuple[LayerCache, ...]:
+    def empty(self, capacity: int) -> Layers:
         """The record of an empty cache of that capacity. What was held before is gone."""
         for layer in self.layers:
             for tensor in layer:
                 tensor.zero_()
-        self._banks = [None, None]
-        return self.written(0, capacity)
+        return self.views(0, capacity)
 
-    def bank_of(self, record: tuple[LayerCache, ...]) -> int:
-        """The bank that holds a record, into which it is copied if it lies elsewhere.
+    def views(self, bank: int, capacity: int) -> Layers:
+        """The record of what a bank holds."""
+        return tuple(_view(layer, bank, capacity) for layer in self.layers)
 
-        Raises:
-            RuntimeError: the record lay here once and has been written over.
-        """
-        for bank, held in enumerate(self._banks):
-            if held is record:
-                return bank
-        if any(_lies_in(mine, theirs) for mine, theirs in zip(self.layers, record, strict=True)):
-            raise RuntimeError("cache: what is to be restored has been written over; crop(0) and feed the tokens again")
-        bank = 1 - self._newest
-        self._banks[bank] = None
+    def load(self, record: Layers, bank: int) -> None:
+        """Copies a record's delta memory into a bank."""
         for mine, theirs in zip(self.layers, record, strict=True):
             if isinstance(mine, StaticDelta) and isinstance(theirs, DeltaCache):
                 mine.states[bank].copy_(theirs.state[0])
                 mine.columns[bank].copy_(theirs.columns[0])
-        self._newest = bank
-        self._banks[bank] = record
-        return bank
-
-    def keep(self, record: tuple[LayerCache, ...]) -> None:
-        """Says that a record is the committed one, so that what is copied in next goes into the other bank."""
-        self._newest = next((bank for bank, held in enumerate(self._banks) if held is record), self._newest)
-
-    def release(self, bank: int) -> None:
-        """Says that a program is about to write a bank; the record it held is gone."""
-        self._banks[bank] = None
-
-    def written(self, bank: int, capacity: int) -> tuple[LayerCache, ...]:
-        """The record of what a program has written to a bank."""
-        record = tuple(_view(layer, bank, capacity) for layer in self.layers)
-        self._banks[bank], self._newest = record, bank
-        return record
 
 
 class StaticCache(HybridCache):
@@ -108,21 +82,60 @@ class StaticCache(HybridCache):
         self.memory = memory
         self._again = again
         super().__init__(memory.empty(capacity), capacity, rollback=0)
+        self._banks: list[Layers | None] = [self._now.layers, None]
+        self._awaited: list[Layers] = []  # records that open transactions may put back
+        self._saved: dict[int, Layers] = {}  # copies of those whose bank was needed, by the records' id
 
-    def begin(self, batch: int, count: int) -> Pass[ChainLane]:
-        self.memory.keep(self.layers)
-        return super().begin(batch, count)
+    def start(self) -> tuple[int, int]:
+        """Readies a program: the bank that holds what is committed, and the other one, which it may write."""
+        record = self._now.layers
+        bank = self._bank_of(record)
+        if bank is None:
+            bank = 1 if self._is_awaited(self._banks[0]) else 0
+            self._vacate(bank)
+            self.memory.load(record, bank)
+            self._banks[bank] = record
+        self._vacate(1 - bank)
+        return bank, 1 - bank
 
-    @property
-    def bank(self) -> int:
-        """The bank that holds what is committed."""
-        return self.memory.bank_of(self.layers)
+    def written(self, bank: int) -> Layers:
+        """The record of what a program has written to a bank."""
+        record = self.memory.views(bank, self.capacity)
+        self._banks[bank] = record
+        return record
 
-    def extend(self, count: int, bank: int) -> tuple[LayerCache, ...]:
+    def extend(self, count: int, bank: int) -> None:
         """Commits `count` more tokens, which a program has written to a bank."""
-        layers = self.memory.written(bank, self.capacity)
-        self._extend(count, layers)
-        return layers
+        self._extend(count, self.written(bank))
+
+    @contextmanager
+    def transaction(self) -> Iterator[None]:
+        record = self._now.layers
+        self._awaited.append(record)
+        try:
+            with super().transaction():
+                yield
+        except BaseException:
+            self._now = replace(self._now, layers=self._saved.get(id(record), record))
+            raise
+        finally:
+            self._awaited.pop()
+            if not self._is_awaited(record):
+                self._saved.pop(id(record), None)
+
+    def _bank_of(self, record: Layers) -> int | None:
+        return next((bank for bank, held in enumerate(self._banks) if held is record), None)
+
+    def _is_awaited(self, record: Layers | None) -> bool:
+        return any(awaited is record for awaited in self._awaited)
+
+    def _vacate(self, bank: int) -> None:
+        """Lets a bank be written; a record in it that a transaction may put back is copied first."""
+        record = self._banks[bank]
+        if record is not None and self._is_awaited(record):
+            copies = tuple(layer if isinstance(layer, KVCache) else layer.clone() for layer in record)
+            self._saved[id(record)] = copies
+        self._banks[bank] = None
 
     def expect(self, count: int) -> None:
         """Raises as `begin` does unless `count` more tokens can be committed now."""
@@ -151,13 +164,6 @@ def _view(layer: StaticLayer, bank: int, capacity: int) -> LayerCache:
     if isinstance(layer, StaticRows):
         return KVCache(layer.keys[:, :, :capacity], layer.values[:, :, :capacity])
     return DeltaCache(layer.states[bank : bank + 1], layer.columns[bank : bank + 1])
-
-
-def _lies_in(mine: StaticLayer, theirs: LayerCache) -> bool:
-    """Whether a delta layer's memory is a view of this storage."""
-    if isinstance(mine, StaticRows) or isinstance(theirs, KVCache):
-        return False
-    return theirs.state.untyped_storage().data_ptr() == mine.states.untyped_storage().data_ptr()
 
 
 def _moved(source: LayerCache, target: LayerCache, length: int) -> LayerCache:

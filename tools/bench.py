@@ -3,10 +3,11 @@
     python tools/bench.py                  tokens a second: plain, chain, tree at each budget, alternating
     python tools/bench.py --acceptance     accepted length in use and teacher-forced, no timing
     python tools/bench.py --builder        the tree builder alone, at the published vocabulary
+    python tools/bench.py --gpu --target-config FILE --drafter-config FILE
+                                           the graph engine over random weights of that shape, beside the read floor
 
-Everything runs in this process, greedily and without stop ids, so that all modes write the same tokens. They are
-compared: outputs that differ by more than rounding are refused, with the place and the float64 gap. Accepted length
-(tau) is the mean of accepted + 1 over all rounds but the first; a budget counts drafted nodes, the root not counted.
+Speed and acceptance run greedily and without stop ids, so that all modes write the same tokens. They are compared:
+outputs that differ by more than rounding are refused, with the place and the float64 gap. Accepted length (tau) is the mean of accepted + 1 over all rounds but the first; a budget counts drafted nodes, the root not counted.
 
 A table for people comes first; the last line of stdout is one JSON object. Exit code 0; 1 for a failure, different
 outputs, or a tree that holds the chain and accepts less; 2 for bad use.
@@ -15,7 +16,9 @@ outputs, or a tree that holds the chain and accepts less; 2 for bad use.
 import argparse
 import json
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,6 +30,8 @@ if not __package__:
 
 from tools.measure import tables
 from tools.measure.acceptance import in_use, teacher_forced
+from tools.measure.gpu import Shape
+from tools.measure.gpu import measure as measure_gpu
 from tools.measure.parts import builder_times, window_bytes
 from tools.measure.prompts import PromptSet, read_prompts
 from tools.measure.runs import Mode, Pair
@@ -108,6 +113,49 @@ def builder(options: argparse.Namespace) -> Result:
     return Result(list(tables.builder(times)), {"builder": times._asdict()})
 
 
+def gpu(options: argparse.Namespace) -> Result:
+    """Times of the graph engine, as ratios to the read floor."""
+    if options.target_config is None or options.drafter_config is None:
+        raise ValueError("--gpu needs --target-config and --drafter-config, files such as a checkpoint's config.json")
+    lines: list[str] = []
+
+    def say(line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+        lines.append(line)
+
+    @contextmanager
+    def announce(program: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        print(f"prepared {program} in {time.perf_counter() - start:.1f} s", file=sys.stderr, flush=True)
+
+    shape = Shape(
+        target=_parsed(options.target_config, options.layers),
+        drafter=_parsed(options.drafter_config, None),
+        sizes=options.sizes,
+        prefixes=options.prefixes,
+        accepted=(1, 4, 8, 16),
+        repeats=max(options.rounds, 2),
+    )
+    device = torch.device(options.device)
+    dtype = DTYPES[options.dtype or ("bfloat16" if device.type == "cuda" else "float32")]
+    figures = measure_gpu(shape, device, dtype, announce, say)
+    return Result(lines, figures | {"device_name": _device_name(device), "compute_dtype": str(dtype)})
+
+
+def _parsed(file: Path, layers: int | None) -> dict[str, Any]:
+    """A config file, its text part cut to the first layers where that is asked for."""
+    raw: dict[str, Any] = json.loads(file.read_text())
+    if layers is not None:
+        text = raw.get("text_config", raw)
+        text |= {"num_hidden_layers": layers, "layer_types": text["layer_types"][:layers]}
+    return raw
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
 def _load(options: argparse.Namespace) -> tuple[Pair, int]:
     """The pair, and how many positions its drafter proposes."""
     dtype = DTYPES[options.dtype] if options.dtype else None
@@ -166,7 +214,7 @@ def _named(mode: Mode, table: dict[str, Any]) -> dict[str, Any]:
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="bench", description=(__doc__ or "").split("\n\n")[0], allow_abbrev=False)
     what = parser.add_mutually_exclusive_group()
-    for function in (acceptance, builder):
+    for function in (acceptance, builder, gpu):
         what.add_argument(f"--{function.__name__}", dest="measure", action="store_const", const=function)
     parser.set_defaults(measure=speed)
     parser.add_argument("--target", default="bundled", help="folder, hub id, or 'bundled'")
@@ -179,6 +227,11 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--threads", type=_at_least(1), default=2)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", choices=DTYPES)
+    parser.add_argument("--target-config", type=Path, metavar="FILE", help="with --gpu: a target's config.json")
+    parser.add_argument("--drafter-config", type=Path, metavar="FILE", help="with --gpu: a drafter's config.json")
+    parser.add_argument("--layers", type=_at_least(1), help="with --gpu: only the target's first layers")
+    parser.add_argument("--sizes", type=_budgets, default=[16, 32, 64, 128, 256], help="with --gpu: tree sizes")
+    parser.add_argument("--prefixes", type=_budgets, default=[512, 2048, 8192, 32768], help="with --gpu")
     return parser.parse_args(arguments)
 
 

@@ -1,0 +1,383 @@
+"""Programs over memory at fixed addresses do what the model does: forwards, commits, generation, failures.
+
+Most tests run the programs' own code uncompiled, in float64, where a difference is a fault; a few compile it. On a
+GPU the same checks run on recorded graphs.
+"""
+
+import gc
+from collections.abc import Iterator
+from itertools import cycle
+from typing import Any
+
+import pytest
+import torch
+from proposers import PROPOSERS, Right, check_holds, emitted, small_model
+from tiny import (
+    TOLERANCE,
+    gap,
+    memory_of,
+    raising_at,
+    random_tokens,
+    random_topology,
+    same_bits,
+    seeded,
+    tiny_model,
+    worst_gap,
+)
+
+import qwen_gdn.program_set
+from ddtree import NoDrafts, build_chain, build_tree, generate, make_sampler
+from qwen_gdn import QwenGDN, Topology, decode, prefill
+from qwen_gdn.engine import Engine
+from qwen_gdn.static_cache import StaticCache
+
+SIZES = (8, 32)
+
+
+@pytest.fixture
+def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(qwen_gdn.program_set, "compiled", lambda function: function)
+
+
+def pair(dtype: torch.dtype = torch.float64, **changes: Any) -> tuple[Engine, QwenGDN]:
+    """An engine, and the same model by itself."""
+    return Engine(tiny_model(dtype=dtype, **changes), sizes=SIZES), tiny_model(dtype=dtype, **changes)
+
+
+def check_rounds(engine: Engine, model: QwenGDN, trees: int, *, prompt: int = 9, device: str = "cpu") -> None:
+    """Prefill, then trees of all sizes with a step between, against the eager model; after each, the memory."""
+    draw = seeded(5)
+    tolerance = TOLERANCE[model.dtype]
+    ours, theirs = engine.new_cache(600), model.new_cache(600)
+    assert isinstance(ours, StaticCache)
+    tokens = random_tokens(draw, 1, prompt)
+    assert gap(engine(tokens, ours).final, model(tokens, theirs).final) <= tolerance
+    for number in range(trees):
+        nodes = int(torch.randint(1, SIZES[-1] + 1, (1,), generator=draw))
+        topology = random_topology(draw, nodes, max_depth=15)
+        tokens = random_tokens(draw, nodes)
+        capture = ((0, 3, "final"), ())[number % 2]
+        before = memory_of(ours)
+        found = engine(tokens, branch := ours.branch(topology), capture=capture)
+        wanted = model(tokens, theirs.branch(topology), capture=capture)
+        assert same_bits(memory_of(ours), before)
+        assert gap(found.final, wanted.final) <= tolerance
+        assert all(gap(a, b) <= tolerance for a, b in zip(found.captured, wanted.captured, strict=True))
+        assert branch.nbytes > 0
+        path = topology.path(int(torch.randint(0, nodes, (1,), generator=draw))) if number % 5 else []
+        ours.commit(path)
+        theirs.commit(path)
+        ours.check()
+        assert ours.length == theirs.length and worst_gap(memory_of(ours), memory_of(theirs)) <= tolerance
+        token = random_tokens(draw, 1)
+        assert gap(engine(token, ours).final, model(token, theirs).final) <= tolerance
+        assert ours.length == theirs.length and worst_gap(memory_of(ours), memory_of(theirs)) <= tolerance
+
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "usual": {},
+    "K is not V": {"linear_key_head_dim": 6, "linear_value_head_dim": 10},
+    "narrow conv, one query head a key head": {"linear_conv_kernel_dim": 2, "num_key_value_heads": 4},
+    "all delta": {"layer_types": ["linear_attention"] * 4},
+    "tied, three value heads a key head": {"tie_word_embeddings": True, "linear_num_value_heads": 6},
+}
+
+
+@pytest.mark.usefixtures("uncompiled")
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_programs_follow_the_model(shape: dict[str, Any]) -> None:
+    check_rounds(*pair(**shape), trees=25)
+
+
+@pytest.mark.usefixtures("uncompiled")
+def test_a_first_round_needs_no_prompt() -> None:
+    engine, model = pair()
+    ours, theirs = engine.new_cache(40), model.new_cache(40)
+    topology, tokens = Topology([-1, 0, 0, 1]), torch.tensor([3, 4, 5, 6])
+    assert gap(engine(tokens, ours.branch(topology)).final, model(tokens, theirs.branch(topology)).final) <= 1e-10
+    ours.commit([0, 1, 3])
+    theirs.commit([0, 1, 3])
+    assert worst_gap(memory_of(ours), memory_of(theirs)) <= 1e-10
+
+
+def test_compiled_programs_follow_the_model() -> None:
+    check_rounds(*pair(torch.float32), trees=8)
+
+
+@pytest.mark.usefixtures("uncompiled")
+def test_generation_through_programs_writes_what_plain_decoding_writes() -> None:
+    """Every proposer over changing budgets, as trees and chains, two caches in turn on one engine."""
+    engine, model = Engine(small_model(), sizes=SIZES), small_model()
+    budgets = cycle((0, 3, 7, 20, 31, 1, 15))
+    draw = seeded(3)
+    for number, proposer in enumerate(PROPOSERS):
+        prompts = [random_tokens(draw, 3 + number, vocab=37).tolist() for _ in range(2)]
+        wanted = [list(decode(model, prompt, max_new_tokens=40)) for prompt in prompts]
+        runs: list[Iterator[Any]] = []
+        caches = [engine.new_cache(80), engine.new_cache(80)]
+        for prompt, text, cache, build in zip(prompts, wanted, caches, (build_tree, build_chain), strict=True):
+            drafter = PROPOSERS[proposer]([*prompt, *text], number)
+            runs.append(
+                generate(engine, drafter, prompt, max_new_tokens=40, budget=next(budgets), cache=cache, build=build)
+            )
+        written: list[list[int]] = [[], []]
+        for _ in range(40):
+            for run, tokens in zip(runs, written, strict=True):
+                tokens += emitted(filter(None, [next(run, None)]))
+        assert written == wanted, proposer
+        for cache, prompt, text in zip(caches, prompts, wanted, strict=True):
+            check_holds(cache, model, [*prompt, *text[:-1]])
+
+
+@pytest.mark.usefixtures("uncompiled")
+def test_plain_decoding_and_sampling_run_through_programs_too() -> None:
+    engine, model = Engine(small_model(), sizes=SIZES), small_model()
+    prompt = [5, 9, 1]
+    assert list(decode(engine, prompt, max_new_tokens=50)) == list(decode(model, prompt, max_new_tokens=50))
+    for settings in ({}, {"top_p": 0.8}, {"top_k": 5}):
+        ours, theirs = (
+            list(decode(m, prompt, max_new_tokens=30, sampler=make_sampler(0.9, seed=1, **settings)))
+            for m in (engine, model)
+        )
+        assert ours == theirs
+
+
+@pytest.mark.usefixtures("uncompiled")
+def test_five_repeats_are_equal_bit_for_bit() -> None:
+    engine = Engine(small_model(dtype=torch.float32), sizes=SIZES)
+    states = []
+    for _ in range(5):
+        cache = engine.new_cache(100)
+        tokens = emitted(generate(engine, NoDrafts(), [5, 9, 1], max_new_tokens=30, cache=cache))
+        text = Right([5, 9, 1, *tokens], 0)
+        again = engine.new_cache(100)
+        assert emitted(generate(engine, text, [5, 9, 1], max_new_tokens=30, budget=12, cache=again))
+        states.append([*memory_of(cache), *memory_of(again)])
+    assert all(same_bits(states[0], other) for other in states[1:])
+
+
+@pytest.mark.usefixtures("uncompiled")
+def test_what_a_forward_returned_stays_when_the_next_one_runs() -> None:
+    engine, _ = pair()
+    cache = engine.new_cache(30)
+    first = engine(torch.tensor([3]), cache, capture=(1,))
+    kept = [first.final.clone(), first.captured[0].clone()]
+    engine(torch.tensor([4]), cache, capture=(1,))
+    assert same_bits([first.final, first.captured[0]], kept)
+
+
+@pytest.mark.usefixtures("uncompiled")
+def test_eager_forwards_and_programs_take_turns_on_one_cache() -> None:
+    """Prefill, trees beyond the largest size and cropping are the model's own; programs go on from there."""
+    engine, model = pair()
+    ours, theirs = engine.new_cache(200), model.new_cache(200)
+    draw = seeded(8)
+    for count in (5, 1, 7, 1, 1, 40):
+        tokens = random_tokens(draw, 1, count)
+        assert gap(engine(tokens, ours).final, model(tokens, theirs).final) <= 1e-10
+        topology = random_topology(draw, count, max_depth=9)
+        tokens = random_tokens(draw, count)
+        engine(tokens, ours.branch(topology))
+        model(tokens, theirs.branch(topology))
+        path = topology.path(count - 1)
+        ours.commit(path)
+        theirs.commit(path)
+        assert worst_gap(memory_of(ours), memory_of(theirs)) <= 1e-10
+    ours.crop(0)
+    theirs.crop(0)
+    for _ in range(3):
+        token = random_tokens(draw, 1)
+        assert gap(engine(token, ours).final, model(token, theirs).final) <= 1e-10
+    with pytest.raises(ValueError, match="rollback"):
+        ours.crop(1)
+
+
+@pytest.mark.usefixtures("uncompiled")
+def test_a_fork_goes_its_own_way() -> None:
+    engine, model = pair()
+    ours = engine.new_cache(60)
+    engine(random_tokens(seeded(1), 1, 6), ours)
+    engine(torch.tensor([7]), ours)
+    fork = ours.fork()
+    assert isinstance(fork, StaticCache) and fork.length == 7 and fork.memory is not ours.memory
+    before = memory_of(ours)
+    for token in (3, 4):
+        engine(torch.tensor([token]), fork)
+    assert same_bits(memory_of(ours), before)
+    check_holds(fork, model, [*random_tokens(seeded(1), 6).tolist(), 7, 3, 4])
+    engine(torch.tensor([9]), ours)
+    check_holds(ours, model, [*random_tokens(seeded(1), 6).tolist(), 7, 9])
+
+
+@pytest.mark.usefixtures("uncompiled")
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize("name", ["step_layer", "tree_layer", "commit_delta", "commit_rows"])
+def test_a_failing_layer_leaves_the_cache_at_its_last_length(name: str, error: type[BaseException]) -> None:
+    engine, model = pair()
+    ours, theirs = engine.new_cache(80), model.new_cache(80)
+    topology, tokens = Topology([-1, 0, 0, 1, 3]), torch.arange(5)
+    for memory, run in ((ours, engine), (theirs, model)):
+        run(random_tokens(seeded(2), 1, 9), memory)
+        run(torch.tensor([1]), memory)
+    before = memory_of(ours)
+
+    def attempt() -> None:
+        if name == "step_layer":
+            engine(torch.tensor([5]), ours)
+            return
+        if ours.nbytes == empty:
+            ours.discard()
+            engine(tokens, ours.branch(topology))
+        ours.commit([0, 1, 3])
+
+    empty, calls = ours.nbytes, 0
+    while ours.length == 10:
+        with raising_at(qwen_gdn.program_set, name, calls, error, after=calls % 2 == 1):
+            try:
+                attempt()
+            except error:
+                calls += 1
+                assert ours.length == 10 and same_bits(memory_of(ours), before), calls
+    assert calls == {"step_layer": 8, "tree_layer": 8, "commit_delta": 6, "commit_rows": 2}[name]
+    if name == "step_layer":
+        model(torch.tensor([5]), theirs)
+    else:
+        model(tokens, theirs.branch(topology))
+        theirs.commit([0, 1, 3])
+    assert worst_gap(memory_of(ours), memory_of(theirs)) <= 1e-10
+
+
+@pytest.mark.usefixtures("uncompiled")
+@pytest.mark.parametrize("changes", ["s", "t", "e", "ss", "es", "se", "tst", "ese", "sses", "ttet"])
+@pytest.mark.parametrize("last", ["s", "e"])
+def test_a_transaction_takes_back_any_number_of_steps_trees_and_eager_forwards(changes: str, last: str) -> None:
+    engine, model = pair()
+    cache = engine.new_cache(80)
+    prompt = random_tokens(seeded(2), 9).tolist()
+
+    def change(kind: str, token: int) -> list[int]:
+        if kind == "t":
+            engine(torch.tensor([token, 1, 2]), cache.branch(Topology([-1, 0, 0])))
+            cache.commit([0, 2])
+            return [token, 2]
+        tokens = [token] if kind == "s" else [token, 1, 2, 3]
+        engine(torch.tensor(tokens), cache)
+        return tokens
+
+    prefill(engine, torch.tensor([prompt]), cache)
+    prompt += change(last, 6)
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError), cache.transaction():
+            for token, kind in enumerate(changes):
+                change(kind, token)
+                with pytest.raises(KeyError), cache.transaction():
+                    change(kind, token + 7)
+                    raise KeyError
+            raise ZeroDivisionError
+        check_holds(cache, model, prompt)
+        prompt += change("s", 8)
+        check_holds(cache, model, prompt)
+
+
+@pytest.mark.usefixtures("uncompiled")
+def test_memory_goes_from_a_dropped_cache_to_the_next_and_nothing_with_it() -> None:
+    engine, model = pair()
+    cache = engine.new_cache(100)
+    engine(torch.tensor([1]), cache)
+    assert isinstance(cache, StaticCache)
+    memory = cache.memory
+    for layer in memory.layers:
+        for tensor in layer:
+            tensor.fill_(float("nan"))
+    del cache, layer, tensor
+    gc.collect()
+    again = engine.new_cache(300)
+    assert isinstance(again, StaticCache) and again.memory is memory
+    engine(torch.tensor([4]), again)
+    check_holds(again, model, [4])
+    assert isinstance(other := engine.new_cache(100), StaticCache) and other.memory is not memory
+
+
+@pytest.mark.usefixtures("uncompiled")
+def test_rows_nobody_sees_may_hold_anything() -> None:
+    engine, model = pair()
+    cache = engine.new_cache(100)
+    engine(random_tokens(seeded(2), 1, 9), cache)
+    for layer in cache:
+        if hasattr(layer, "keys"):
+            layer.keys[:, :, 9:] = float("nan")
+            layer.values[:, :, 9:] = float("inf")
+    engine(torch.arange(4), cache.branch(Topology([-1, 0, 0, 1])))
+    cache.commit([0, 1])
+    engine(torch.tensor([6]), cache)
+    check_holds(cache, model, [*random_tokens(seeded(2), 9).tolist(), 0, 1, 6])
+
+
+@pytest.mark.usefixtures("uncompiled")
+def test_other_memory_runs_on_the_model_and_errors_are_the_models() -> None:
+    engine, model = pair()
+    batch = engine.new_cache(20, batch=2)
+    tokens = random_tokens(seeded(1), 2, 4)
+    assert gap(engine(tokens, batch).final, model(tokens).final) <= 1e-10
+    rolling = engine.new_cache(20, rollback=4)
+    engine(random_tokens(seeded(1), 1, 6), rolling)
+    rolling.crop(3)
+    cache = engine.new_cache(3)
+    for wrong, message in (
+        ((torch.tensor([97]), cache), "outside the vocabulary"),
+        ((torch.arange(4), cache), "room|exceed"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            engine(*wrong)
+    window = cache.branch(Topology.chain(3))
+    with pytest.raises(ValueError, match="one token for each node"):
+        engine(torch.arange(2), window)
+    with pytest.raises(RuntimeError, match="commit or discard"):
+        engine(torch.tensor([1]), cache)
+    engine(torch.arange(3), window)
+    with pytest.raises(RuntimeError, match="has been run"):
+        engine(torch.arange(3), window)
+    cache.discard()
+    with pytest.raises(RuntimeError, match="closed"):
+        engine(torch.arange(3), window)
+    with pytest.raises(ValueError, match="capture"):
+        engine(torch.tensor([1]), cache, capture=(8,))
+    with pytest.raises(ValueError, match="capacity must be"):
+        engine.new_cache(0)
+    with pytest.raises(ValueError, match="ascending"):
+        Engine(model, sizes=(8, 4))
+    assert cache.length == 0
+
+
+@pytest.mark.usefixtures("uncompiled")
+def test_a_window_says_what_it_holds() -> None:
+    """A program's window is padded to its size; per node it is factors, columns and rows, and no state."""
+    engine, model = pair()
+    ours, theirs = engine.new_cache(50), model.new_cache(50)
+    mine, other = ours.branch(Topology.chain(5)), theirs.branch(Topology.chain(8))
+    engine(torch.arange(5), mine)
+    model(torch.arange(8), other)
+    assert mine.nbytes == other.nbytes
+    assert ours.nbytes - mine.nbytes == sum(t.nbytes for layer in ours.memory.layers for t in layer)
+
+
+def test_programs_are_announced_once() -> None:
+    said: list[str] = []
+
+    class Said:
+        def __init__(self, name: str) -> None:
+            said.append(name)
+
+        def __enter__(self) -> None: ...
+
+        def __exit__(self, *error: object) -> None: ...
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(qwen_gdn.program_set, "compiled", lambda function: function)
+        engine = Engine(tiny_model(), sizes=SIZES, announce=Said)
+        cache = engine.new_cache(50)
+        for _ in range(2):
+            engine(torch.tensor([1]), cache)
+            engine(torch.arange(3), cache.branch(Topology.chain(3)))
+            cache.commit([0])
+    assert said == ["one token", "trees of 8 nodes", "the commit from trees of 8 nodes"]
