@@ -1,13 +1,13 @@
 """Keeps reduced-precision products out of the delta rule, whatever the process has switched on.
 
-TF32 inside the triangular system costs three digits of outputs and state. The switch is the process's own, so it
-is only ever turned off around a call, and put back.
+TF32 inside the triangular system costs three digits of outputs and state. The switches are the process's own, so
+they are only ever turned off around a call, and put back.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -28,21 +28,45 @@ def exact_products(function: Callable[P, R]) -> Callable[P, R]:
     return run
 
 
+# Which library multiplies depends on the device; each has a switch of its own.
+_SWITCHES = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
+_REDUCED = ("tf32", "bf16")
+
+
 @contextmanager
 def full_float32() -> Iterator[None]:
-    """Float32 products are full float32 inside; the process's switch is put back."""
-    if torch.backends.cuda.matmul.fp32_precision != "tf32":
+    """Float32 products are full float32 inside; the process's switches are put back."""
+    before = [switch.fp32_precision for switch in _SWITCHES]
+    if not any(precision in _REDUCED for precision in before):
         yield
         return
+    older = _older_switch()
     try:
-        before = torch.get_float32_matmul_precision()
-    except RuntimeError:  # set through the newer of torch's two interfaces, which the older one will not read
-        before = None
-    torch.set_float32_matmul_precision("highest")
-    try:
+        if older is not None:
+            torch.set_float32_matmul_precision("highest")
+        for switch in _SWITCHES:
+            if switch.fp32_precision in _REDUCED:
+                switch.fp32_precision = "ieee"
         yield
     finally:
-        if before is None:
-            torch.backends.cuda.matmul.fp32_precision = "tf32"
-        else:
-            torch.set_float32_matmul_precision(before)
+        if older is not None:
+            torch.set_float32_matmul_precision(older)
+        for switch, precision in zip(_SWITCHES, before, strict=True):
+            _put_back(switch, precision)
+
+
+def _older_switch() -> str | None:
+    """What the older of torch's two interfaces says; None where the newer one was used, which it will not read."""
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:
+        return None
+
+
+def _put_back(switch: Any, precision: str) -> None:
+    """Lets the switch follow the general one again, as it may have; sets it only if that reads otherwise."""
+    if switch.fp32_precision == precision:
+        return
+    switch.fp32_precision = "none"
+    if switch.fp32_precision != precision:
+        switch.fp32_precision = precision

@@ -8,28 +8,43 @@ import torch
 from qwen_gdn import Topology, delta_chunked, delta_commit, delta_recurrent, delta_tree
 from qwen_gdn.precision import exact_products
 
+SWITCHES = (torch.backends, torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
+
 
 @pytest.fixture(autouse=True)
 def restored() -> Iterator[None]:
     yield
     torch.set_float32_matmul_precision("highest")
+    for switch in SWITCHES:
+        switch.fp32_precision = "none"
 
 
-def read() -> str:
+def read() -> list[str]:
+    """The general switch, the CUDA library's and the CPU library's."""
+    return [switch.fp32_precision for switch in SWITCHES]
+
+
+def older() -> str:
     return torch.get_float32_matmul_precision()
 
 
 @pytest.mark.parametrize("precision", ["high", "medium"])
 def test_reduced_precision_is_off_inside_and_put_back_after(precision: str) -> None:
     torch.set_float32_matmul_precision(precision)
-    assert exact_products(read)() == "highest"
-    assert read() == precision
+    before = read()
+    assert exact_products(read)()[1:] == ["ieee", "ieee"] and exact_products(older)() == "highest"
+    assert read() == before and older() == precision
 
 
-def test_a_switch_set_through_the_newer_interface_is_put_back_too() -> None:
-    torch.backends.cuda.matmul.fp32_precision = "tf32"
-    assert exact_products(read)() == "highest"
-    assert torch.backends.cuda.matmul.fp32_precision == "tf32"
+@pytest.mark.parametrize(("which", "precision"), [(0, "tf32"), (0, "bf16"), (1, "tf32"), (2, "tf32"), (2, "bf16")])
+def test_switches_set_through_the_newer_interface_are_put_back_too(which: int, precision: str) -> None:
+    SWITCHES[which].fp32_precision = precision
+    before = read()
+    assert precision in before[1:]
+    assert not {"tf32", "bf16"} & set(exact_products(read)()[1:])
+    assert read() == before
+    SWITCHES[0].fp32_precision = "ieee"
+    assert which > 0 or read() == ["ieee", "ieee", "ieee"]  # the others follow the general one as before
 
 
 def test_an_error_inside_puts_it_back() -> None:
@@ -39,7 +54,7 @@ def test_an_error_inside_puts_it_back() -> None:
     torch.set_float32_matmul_precision("high")
     with pytest.raises(KeyboardInterrupt):
         exact_products(fail)()
-    assert read() == "high"
+    assert older() == "high"
 
 
 @pytest.mark.parametrize(
@@ -58,7 +73,10 @@ def test_the_delta_rule_is_exact_with_the_switch_on(device: str) -> None:
     wanted, state = delta_recurrent(q, k, v, **gates, state=None)
     small = [x.float().to(device) for x in (q, k, v)]
     rounded = {name: x.float().to(device) for name, x in gates.items()}
-    torch.set_float32_matmul_precision("medium")
+    if device == "cpu":
+        torch.backends.mkldnn.matmul.fp32_precision = "bf16"
+    else:
+        torch.set_float32_matmul_precision("medium")
     chunked, final = delta_chunked(*small, **rounded, state=None)
     tree, factors = delta_tree(*small, **rounded, state=None, topology=Topology.chain(T))
     committed = delta_commit(torch.zeros_like(final), factors, range(T))

@@ -7,7 +7,8 @@
                                            the graph engine over random weights of that shape, beside the read floor
 
 Speed and acceptance run greedily and without stop ids, so that all modes write the same tokens. They are compared:
-outputs that differ by more than rounding are refused, with the place and the float64 gap. Accepted length (tau) is the mean of accepted + 1 over all rounds but the first; a budget counts drafted nodes, the root not counted.
+outputs that differ by more than rounding are refused, with the place and the float64 gap. Accepted length (tau) is
+the mean of accepted + 1 over all rounds but the first; a budget counts drafted nodes, the root not counted.
 
 A table for people comes first; the last line of stdout is one JSON object. Exit code 0; 1 for a failure, different
 outputs, or a tree that holds the chain and accepts less; 2 for bad use.
