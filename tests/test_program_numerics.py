@@ -72,7 +72,7 @@ def test_attention_reads_the_prefix_and_the_tree(device: str, dtype: torch.dtype
             attn_mask=mask,
             enable_gqa=True,
         )
-        assert gap(found, wanted) <= (2e-6 if dtype == torch.float32 else 1.5e-2), length
+        assert gap(found, wanted) <= (5e-6 if dtype == torch.float32 else 1.5e-2), length
 
 
 def test_rows_can_be_seen_in_any_order() -> None:

@@ -76,6 +76,7 @@ def engine_figures(
         seconds += clock.once(lambda prompt=prompt: feed(engine, drafter, prompt, cache)) / 1e3
         found: dict[str, Any] = {"prefix": prefix, "prefill_tokens_per_second": prefix / seconds}
         found["plain_ms"] = clock.each(lambda: engine(torch.tensor([7]), cache))
+        found["plain_kernels"] = kernels(lambda: engine(torch.tensor([7]), cache), engine.device)
         say(f"prefix {prefix}: prefill {prefix / seconds:,.0f} tokens/s; plain step {shown(found['plain_ms'], floor)}")
         found["trees"] = {size: tree_figures(engine, cache, size, clock) for size in shape.sizes}
         for size, one in found["trees"].items():
@@ -125,7 +126,25 @@ def tree_figures(engine: Engine, cache: HybridCache, size: int, clock: "Clock") 
     for _ in range(clock.repeats):
         verify()
         commits.append(clock.once(commit))
-    return {"verify_ms": verified, "commit_ms": median(commits), "window_bytes": held}
+    return {
+        "verify_ms": verified,
+        "commit_ms": median(commits),
+        "window_bytes": held,
+        "kernels": kernels(verify, engine.device),
+    }
+
+
+def kernels(call: Callable[[], object], device: torch.device, most: int = 14) -> list[dict[str, Any]]:
+    """The kernels that take most of a call, by name: launches and microseconds a call."""
+    if device.type != "cuda":
+        return []
+    call()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(3):
+            call()
+        torch.cuda.synchronize(device)
+    rows = sorted(profile.key_averages(), key=lambda row: -row.device_time_total)[:most]
+    return [{"kernel": r.key[:90], "launches": r.count / 3, "microseconds": r.device_time_total / 3} for r in rows]
 
 
 def drafter_figures(drafter: RecordedDrafter, size: int, clock: "Clock") -> dict[str, float]:
@@ -232,7 +251,7 @@ def synchronisations(device: torch.device) -> Iterator[list[Any]]:
             yield seen
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    seen += [one for one in caught if "synchronizing" in str(one.message)]
+    seen += [one for one in caught if "called a synchronizing" in str(one.message)]
 
 
 def transformers_figures(
