@@ -13,8 +13,8 @@ With G_i the sum of g along root..i and S_0 the state at the root's parent, all 
 so a chain is the tree whose mask is full lower-triangular, and one token is N = 1. Nothing else per node is
 needed to reach the state of any node later: S_a = e^{G_a} S_0 + Σ_j e^{G_a−G_j} k_j u_j^T over its path.
 
-G_i − G_j is always summed over the nodes between, never taken as a difference of two sums (which cancels
-under strong decay), and masked to −inf before exp.
+G_i − G_j is a difference of two sums, which cancels under strong decay: it is taken in float64, where that leaves
+1e-10, and masked to −inf before exp.
 
 Shapes: q, k [B, T, H_k, K]; v [B, T, H, V]; log_decay, beta [B, T, H]; state [B, H, K, V]; value head h pairs
 with key head h // (H / H_k). All arithmetic is float32, or float64 if v is. `state=None` means zeros.
@@ -195,12 +195,14 @@ def _one_token(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The recurrence itself for T = 1, without any N × N algebra: outputs, the next state and u."""
     heads = S.shape[1:3]
-    q_row, k_row = (q[:, 0, :, None, None] * q.shape[-1] ** -0.5, k[:, 0, :, None, None])  # [B, H_k, 1, 1, K]
-    S = S * log_decay[:, 0].exp().unflatten(1, heads)[..., None, None]
-    u = beta[:, 0].unflatten(1, heads)[..., None, None] * (v[:, 0].unflatten(1, heads).unsqueeze(-2) - k_row @ S)
-    S = torch.addcmul(S, k_row.transpose(-1, -2), u)
-    out = q_row @ S
-    return out.flatten(1, 2).transpose(1, 2), S, u.flatten(1, 2).transpose(1, 2)
+    q, k = (x[:, 0, :, None] for x in (q * q.shape[-1] ** -0.5, k))  # [B, H_k, 1, K], as all below by key head
+    v, decay, beta = (x[:, 0].unflatten(1, heads) for x in (v, log_decay.exp(), beta))
+    # Both reads are of the old state, so that it is gone through once: q·S' = e^g q·S + (q·k) u.
+    k_read, q_read = ((S * x[..., None]).sum(-2) for x in (k, q))
+    u = beta[..., None] * (v - decay[..., None] * k_read)
+    out = decay[..., None] * q_read + (q * k).sum(-1, keepdim=True) * u
+    S = torch.addcmul(S * decay[..., None, None], k[..., None], u[..., None, :])
+    return out.flatten(1, 2).unsqueeze(1), S, u.flatten(1, 2).unsqueeze(1)
 
 
 def _absorb(S: Tensor, k: Tensor, u: Tensor, g: Tensor) -> Tensor:
@@ -229,14 +231,13 @@ class _Window(NamedTuple):
         q = q.transpose(2, 3).unsqueeze(3) * q.shape[-1] ** -0.5
         k = k.transpose(2, 3).unsqueeze(3)
         v = v.transpose(2, 3).unflatten(2, (heads, -1))
-        # A decay of exactly 0 is a log of −inf, which a masked product would turn into NaN; e^−10,000 is 0 too.
-        g = log_decay.clamp_min(-1e4).transpose(2, 3).unflatten(2, (heads, -1))
+        # A decay of exactly 0 is a log of −inf, which a masked sum would turn into NaN; e^−1,000 is 0 too.
+        g = log_decay.clamp_min(-1e3).transpose(2, 3).unflatten(2, (heads, -1))
         beta = beta.transpose(2, 3).unflatten(2, (heads, -1)).unsqueeze(-1)
-        along = mask.to(g.dtype)
-        # sum of g over the nodes after j on the path to i: one product, each term a plain sum of g
-        between = along @ (g[..., None] * along.tril(-1))
+        G = (mask * g.double()[..., None, :]).sum(-1, keepdim=True)
+        between = (G - G.transpose(-1, -2)).to(g.dtype)
         weights = between.masked_fill(~mask, float("-inf")).exp()
-        decay = (along @ g[..., None]).exp()
+        decay = G.to(g.dtype).exp()
         y, x = (torch.cat((q, k), dim=-2) @ k.transpose(-1, -2)).chunk(2, dim=-2)
         return cls(q, k, v, g, beta, decay, x=(beta * weights * x).tril(-1), y=weights * y)
 

@@ -15,6 +15,8 @@ from .topology import Topology
 
 Capture = tuple[LayerId, ...]
 
+SHORT = 16  # most accepted paths are no longer, and a commit's work goes with the length that it is made for
+
 
 class Verified(NamedTuple):
     """A tree that has gone through its program: what the forward returns, what the window holds, and its commit.
@@ -72,7 +74,7 @@ class _Step:
         x, rope = _enter(self._model, self._token, place.length)
         outputs = {}
         for i, (layer, memory) in enumerate(zip(self._model.layers, self._memory.layers, strict=True)):
-            x = compiled(step_layer)(layer, x, rope, memory, place)
+            x = compiled(step_layer, tuned=True)(layer, x, rope, memory, place)
             outputs[i] = x
         return _leave(self._model, x, outputs, self._capture)
 
@@ -89,10 +91,10 @@ class _Tree:
         ancestors = torch.eye(size, dtype=torch.bool, device=device)
         self._nodes = Nodes(tokens, depths, windows.view(size, width), ancestors)
         self._place = Place(length, bank)
-        self._path_inputs = Inputs((1, 1, 1, size), device)
         self._program = Recorded(f"trees of {size} nodes", self._launch, device, announce)
-        self._commit = Recorded(f"the commit from trees of {size} nodes", self._launch_commit, device, announce)
         self._kept: list[Any]
+        lengths = sorted({min(SHORT, size), size})
+        self._commits = [_Commit(memory, lambda: self._kept, size, most, device, announce) for most in lengths]
 
     def run(self, tokens: Tensor, topology: Topology, length: int, bank: int) -> Verified:
         count, width = len(topology), self._nodes.windows.shape[1]
@@ -118,9 +120,7 @@ class _Tree:
         return Verified(_copied(hidden, count), _tensors(self._kept), self.commit)
 
     def commit(self, path: list[int], length: int, bank: int) -> None:
-        padding = [0] * (self._size - len(path))
-        self._path_inputs.fill((torch.tensor([length, bank, len(path), *path, *padding]),))
-        self._commit()
+        next(one for one in self._commits if len(path) <= one.most).run(path, length, bank)
 
     def _launch(self) -> tuple[Hidden, list[Any]]:
         place, nodes = self._place, self._nodes
@@ -132,10 +132,32 @@ class _Tree:
             kept.append(rows)
         return _leave(self._model, x, outputs, self._capture), kept
 
-    def _launch_commit(self) -> None:
-        length, bank, count, nodes = self._path_inputs.parts
+
+class _Commit:
+    """The program that commits paths of up to `most` nodes from what a tree's program kept."""
+
+    def __init__(
+        self,
+        memory: StaticMemory,
+        kept: Callable[[], list[Any]],
+        size: int,
+        most: int,
+        device: torch.device,
+        announce: Announce,
+    ) -> None:
+        self._memory, self._kept, self.most = memory, kept, most
+        self._inputs = Inputs((1, 1, 1, most), device)
+        self._program = Recorded(f"commits of {most} from trees of {size} nodes", self._launch, device, announce)
+
+    def run(self, path: list[int], length: int, bank: int) -> None:
+        padding = [0] * (self.most - len(path))
+        self._inputs.fill((torch.tensor([length, bank, len(path), *path, *padding]),))
+        self._program()
+
+    def _launch(self) -> None:
+        length, bank, count, nodes = self._inputs.parts
         place, path = Place(length, bank), Picked(nodes, count)
-        for memory, rows in zip(self._memory.layers, self._kept, strict=True):
+        for memory, rows in zip(self._memory.layers, self._kept(), strict=True):
             commit = commit_delta if isinstance(memory, StaticDelta) else commit_rows
             compiled(commit)(memory, rows, place, path)
 

@@ -36,7 +36,7 @@ SIZES = (8, 32)
 
 @pytest.fixture
 def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(qwen_gdn.program_set, "compiled", lambda function: function)
+    monkeypatch.setattr(qwen_gdn.program_set, "compiled", lambda function, **options: function)
 
 
 def pair(dtype: torch.dtype = torch.float64, **changes: Any) -> tuple[Engine, QwenGDN]:
@@ -373,11 +373,11 @@ def test_programs_are_announced_once() -> None:
         def __exit__(self, *error: object) -> None: ...
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(qwen_gdn.program_set, "compiled", lambda function: function)
+        patch.setattr(qwen_gdn.program_set, "compiled", lambda function, **options: function)
         engine = Engine(tiny_model(), sizes=SIZES, announce=Said)
         cache = engine.new_cache(50)
         for _ in range(2):
             engine(torch.tensor([1]), cache)
             engine(torch.arange(3), cache.branch(Topology.chain(3)))
             cache.commit([0])
-    assert said == ["one token", "trees of 8 nodes", "the commit from trees of 8 nodes"]
+    assert said == ["one token", "trees of 8 nodes", "commits of 8 from trees of 8 nodes"]
