@@ -110,14 +110,28 @@ def delta_chain(
     window = _Window.build(torch.ones(C, C, dtype=torch.bool, device=v.device).tril(), *parts)
     # (I + X)^-1 applied to both terms of the right-hand side, so that only products depend on the state.
     V_rows, K_rows = window.solve_parts()
-    outputs, writes = [], []
-    for c in range(V_rows.shape[1]):
-        u = V_rows[:, c] - K_rows[:, c] @ S
-        outputs.append(window.decay[:, c] * (window.q[:, c] @ S) + window.y[:, c] @ u)
-        writes.append(u)
-        S = _absorb(S, window.k[:, c], u, window.log_decay[:, c])
-    out, u = (_token_first(torch.stack(x, dim=1))[:, :T] for x in (outputs, writes))
-    return out, S.flatten(1, 2), Factors(k, u, log_decay)
+    starts = _chunk_starts(S, window, V_rows, K_rows)
+    u = V_rows - K_rows @ starts
+    outputs = window.decay * (window.q @ starts) + window.y @ u
+    S = _absorb(starts[:, -1], window.k[:, -1], u[:, -1], window.log_decay[:, -1])
+    out, writes = (_token_first(x)[:, :T] for x in (outputs, u))
+    return out, S.flatten(1, 2), Factors(k, writes, log_decay)
+
+
+def _chunk_starts(S: Tensor, window: "_Window", V_rows: Tensor, K_rows: Tensor) -> Tensor:
+    """The state before each chunk, [B, C, H_k, R, K, V], from the one before the first.
+
+    What a chunk does to the state is affine in it, S' = (e^G I − Wᵀ K_rows) S + Wᵀ V_rows with W the keys decayed to
+    the chunk's end. All chunks' parts come at once, so that one small product a chunk is all that waits for another.
+    """
+    W = _decayed_to_end(window.k, window.log_decay).transpose(-1, -2)[:, :-1]
+    kept = window.log_decay.sum(-1).exp()[:, :-1, ..., None, None]
+    eye = torch.eye(W.shape[-2], dtype=S.dtype, device=S.device)
+    turn, added = kept * eye - W @ K_rows[:, :-1], W @ V_rows[:, :-1]
+    starts = [S]
+    for c in range(turn.shape[1]):
+        starts.append(added[:, c] + turn[:, c] @ starts[-1])
+    return torch.stack(starts, dim=1)
 
 
 def delta_tree(
@@ -207,9 +221,14 @@ def _one_token(
 
 def _absorb(S: Tensor, k: Tensor, u: Tensor, g: Tensor) -> Tensor:
     """S [B, H_k, R, K, V], k [B, H_k, 1, N, K], u [B, H_k, R, N, V], g [B, H_k, R, N] -> the state after N rows."""
-    # decay from just after row j to the last row, summed backwards so that nothing cancels
+    return S * g.sum(-1).exp()[..., None, None] + k.transpose(-1, -2) @ _decayed_to_end(u, g)
+
+
+def _decayed_to_end(rows: Tensor, g: Tensor) -> Tensor:
+    """Rows [..., N, width], each by the decay from just after it to the last row; g [..., N]."""
+    # summed backwards so that nothing cancels
     after = F.pad(g[..., 1:], (0, 1)).flip(-1).cumsum(-1).flip(-1)
-    return S * g.sum(-1).exp()[..., None, None] + k.transpose(-1, -2) @ (u * after.exp()[..., None])
+    return rows * after.exp()[..., None]
 
 
 class _Window(NamedTuple):
