@@ -19,12 +19,16 @@ from .joined import join_projections
 from .lanes import Memory
 from .layer_cache import LayerCache
 from .model import Hidden, LayerId, QwenGDN
+from .prefix import has_flash
 from .program_set import ProgramSet, Verified
 from .recorded import Announce, unannounced
 from .static_cache import StaticCache, StaticMemory
 
 SIZES = (16, 32, 64, 128, 256)
 """Nodes, root included, of the trees that have a program; a tree takes the smallest that holds it."""
+
+CHUNKS = (128, 512, 2048)
+"""Tokens of the programs that read a prompt, where they pay: where attention has a kernel for their long rows."""
 
 GRAIN = 1024  # rows by which memory is sized, so that a later generation finds some that fits
 IDLE = 2  # memories that are kept, programs included, when no cache uses them
@@ -39,15 +43,28 @@ class Engine:
     Args:
         model: its projections are joined (`join_projections`); move it before, not after.
         sizes: ascending node counts of tree programs.
+        chunks: ascending token counts of the programs that read prompts; none leaves prompts to the model itself. By
+            default `CHUNKS` on CUDA in half precision, none elsewhere.
         announce: entered with a program's name while it is prepared, which takes seconds to minutes.
     """
 
-    def __init__(self, model: QwenGDN, *, sizes: Sequence[int] = SIZES, announce: Announce = unannounced) -> None:
-        if not sizes or sizes[0] < 2 or list(sizes) != sorted(set(sizes)):
-            raise ValueError(f"engine: sizes must be ascending node counts of at least 2, got {list(sizes)}")
+    def __init__(
+        self,
+        model: QwenGDN,
+        *,
+        sizes: Sequence[int] = SIZES,
+        chunks: Sequence[int] | None = None,
+        announce: Announce = unannounced,
+    ) -> None:
+        if chunks is None:
+            chunks = CHUNKS if has_flash(model.device, model.dtype) else ()
+        for name, counts in (("sizes", sizes), ("chunks", chunks)):
+            if (name == "sizes" and not counts) or list(counts) != sorted({n for n in counts if n > 1}):
+                raise ValueError(f"engine: {name} must be ascending counts of at least 2, got {list(counts)}")
         join_projections(model)
         self.model = model
         self.sizes = tuple(sizes)
+        self.chunks = tuple(chunks)
         self._announce = announce
         self._programs: dict[StaticMemory, ProgramSet] = {}
         self._idle: list[StaticMemory] = []
@@ -92,26 +109,31 @@ class Engine:
         if isinstance(cache, StaticCache) and cache.memory in self._programs:
             if isinstance(memory, Branch) and shape[0] == 1 and shape[1] <= self.sizes[-1]:
                 return self._verify(tokens, memory, cache, capture)
-            if memory is cache and shape == (1, 1):
-                return self._step(tokens, cache, capture)
+            if memory is cache and shape[0] == 1 and (shape[1] == 1 or shape[1] <= max(self.chunks, default=0)):
+                return self._append(tokens, cache, capture)
         hidden: Hidden = self.model(tokens, memory, capture=capture)
         return hidden
 
-    def _step(self, tokens: Tensor, cache: StaticCache, capture: Sequence[LayerId]) -> Hidden:
-        capture = self.model.checked_layers(tuple(capture))
-        cache.expect(1)
+    def _append(self, tokens: Tensor, cache: StaticCache, capture: Sequence[LayerId]) -> Hidden:
+        asked = tuple(self.model.checked_layers(tuple(capture)))
+        count = tokens.numel()
+        cache.expect(count)
         bank, free = cache.start()
-        hidden = self._programs[cache.memory].step(tuple(capture), tokens, cache.length, bank)
-        cache.extend(1, free)
+        programs = self._programs[cache.memory]
+        if count == 1:
+            hidden = programs.step(asked, tokens, cache.length, bank)
+        else:
+            hidden = programs.chain(asked, _holding(self.chunks, count), tokens, cache.length, bank)
+        cache.extend(count, free)
         return hidden
 
     def _verify(self, tokens: Tensor, branch: Branch, cache: StaticCache, capture: Sequence[LayerId]) -> Hidden:
-        capture = self.model.checked_layers(tuple(capture))
-        count = tokens.shape[-1]
+        asked = tuple(self.model.checked_layers(tuple(capture)))
+        count = tokens.numel()
         branch.expect(1, count)
-        size = self.sizes[bisect_left(self.sizes, count)]
+        size = _holding(self.sizes, count)
         bank, _ = cache.start()
-        done = self._programs[cache.memory].verify(tuple(capture), size, tokens, branch.topology, cache.length, bank)
+        done = self._programs[cache.memory].verify(asked, size, tokens, branch.topology, cache.length, bank)
         branch.fill(_Window(cache, done))
         return done.hidden
 
@@ -127,8 +149,9 @@ class Engine:
             self._idle.remove(memory)
             return memory
         rounded = -(-capacity // GRAIN) * GRAIN
+        spare, like = max(*self.sizes, *self.chunks), self.model.embed_tokens.weight.detach()
         with torch.inference_mode(False):  # rows made in that mode could not be written outside it
-            memory = StaticMemory(self.config, rounded, self.sizes[-1], self.model.embed_tokens.weight.detach())
+            memory = StaticMemory(self.config, rounded, spare, like)
         self._programs[memory] = ProgramSet(self.model, memory, self._announce)
         return memory
 
@@ -136,6 +159,11 @@ class Engine:
         self._idle.append(memory)
         if len(self._idle) > IDLE:
             del self._programs[self._idle.pop(0)]
+
+
+def _holding(sizes: Sequence[int], count: int) -> int:
+    """The smallest of the sizes that holds that many."""
+    return sizes[bisect_left(sizes, count)]
 
 
 class _Window:

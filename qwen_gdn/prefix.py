@@ -7,6 +7,8 @@ under one softmax elsewhere. Nothing waits for the length, so the same instructi
 The query heads of a key head lie one after another along the rows, G of them: kernels then need not know groups.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 from torch.nn.attention.varlen import AuxRequest, varlen_attn
@@ -33,12 +35,28 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor, keys: Tensor, value
     heads, count = k.shape[1], q.shape[2]
     folded = q.reshape(heads, -1, q.shape[3])
     mask = mask.repeat(folded.shape[1] // count, 1)
-    if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
-        out = _flash(folded, k[0], v[0], mask, keys[0], values[0], length)
+    if has_flash(q.device, q.dtype):
+        out = _merged(_masked(folded, k[0], v[0], mask), _pieces(folded, keys[0], values[0], length))
     else:
-        seen = torch.arange(keys.shape[2], device=q.device)[None] < length
-        out = _plain(folded, k[0], v[0], mask, keys[0], values[0], seen)
+        out = _plain(folded, k[0], v[0], mask, keys[0], values[0], _before(length, keys))
     return out.to(q.dtype).reshape(q.shape)
+
+
+def attend_chain(q: Tensor, k: Tensor, v: Tensor, *, keys: Tensor, values: Tensor, length: Tensor) -> Tensor:
+    """`attend` for new rows that follow each other: each sees those before it. For many rows."""
+    folded = q.reshape(k.shape[1], -1, q.shape[3])
+    if has_flash(q.device, q.dtype):
+        out = _merged(_causal(q, k, v), _pieces(folded, keys[0], values[0], length))
+    else:
+        mask = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).tril()
+        mask = mask.repeat(folded.shape[1] // q.shape[2], 1)
+        out = _plain(folded, k[0], v[0], mask, keys[0], values[0], _before(length, keys))
+    return out.to(q.dtype).reshape(q.shape)
+
+
+def has_flash(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether there is a kernel that returns log-sum-exps."""
+    return device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
 
 
 def attend_seen(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor, keys: Tensor, values: Tensor, seen: Tensor) -> Tensor:
@@ -61,18 +79,53 @@ def _plain(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, keys: Tensor, values: 
     return out
 
 
-def _flash(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, keys: Tensor, values: Tensor, length: Tensor) -> Tensor:
-    """The prefix in pieces by a flash kernel, the new rows by themselves; q [H_kv, G·N, head_dim]."""
-    scores = (q.float() @ k.float().transpose(1, 2) * q.shape[-1] ** -0.5).masked_fill(~mask, float("-inf"))
-    weight = scores.logsumexp(dim=-1)
-    out = (scores - weight[..., None]).exp() @ v.float()
-    pieces, piece_weights = _pieces(q, keys, values, length)
-    weights = torch.cat((piece_weights, weight[None])).softmax(dim=0)[..., None]
-    merged: Tensor = (weights[:-1] * pieces).sum(dim=0) + weights[-1] * out
+def _before(length: Tensor, keys: Tensor) -> Tensor:
+    return torch.arange(keys.shape[2], device=keys.device)[None] < length
+
+
+class _Part(NamedTuple):
+    """What rows read of some keys, float32 [..., H_kv, G·N, head_dim], and the log-sum-exps [..., H_kv, G·N]."""
+
+    out: Tensor
+    weight: Tensor
+
+
+def _merged(own: _Part, pieces: _Part) -> Tensor:
+    """Both under one softmax; `pieces` has a dimension of them in front."""
+    weights = torch.cat((pieces.weight, own.weight[None])).softmax(dim=0)[..., None]
+    merged: Tensor = (weights[:-1] * pieces.out).sum(dim=0) + weights[-1] * own.out
     return merged
 
 
-def _pieces(q: Tensor, keys: Tensor, values: Tensor, length: Tensor) -> tuple[Tensor, Tensor]:
+def _masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> _Part:
+    """A few new rows among themselves, in float32; q [H_kv, G·N, head_dim]."""
+    scores = (q.float() @ k.float().transpose(1, 2) * q.shape[-1] ** -0.5).masked_fill(~mask, float("-inf"))
+    weight = scores.logsumexp(dim=-1)
+    return _Part((scores - weight[..., None]).exp() @ v.float(), weight)
+
+
+def _causal(q: Tensor, k: Tensor, v: Tensor) -> _Part:
+    """Many new rows among themselves by a flash kernel; q [1, H, N, head_dim], folded only afterwards."""
+    heads, rows = q.shape[1:3]
+    groups = heads // k.shape[1]
+    ends = torch.arange(2, device=q.device, dtype=torch.int32) * rows
+    keys, values = (x[0].repeat_interleave(groups, 0).transpose(0, 1) for x in (k, v))
+    out, lse = varlen_attn(
+        q[0].transpose(0, 1),
+        keys,
+        values,
+        ends,
+        ends,
+        rows,
+        rows,
+        return_aux=AuxRequest(lse=True),
+        window_size=(-1, 0),
+    )
+    folded = out.transpose(0, 1).float().reshape(k.shape[1], -1, q.shape[3])
+    return _Part(folded, lse.reshape(k.shape[1], -1))
+
+
+def _pieces(q: Tensor, keys: Tensor, values: Tensor, length: Tensor) -> _Part:
     """What q reads of each of S pieces of the prefix, [S, H_kv, R, head_dim], and log-sum-exps [S, H_kv, R].
 
     The pieces are sequences of one ragged batch whose borders lie on the device; a long prefix then keeps as many
@@ -97,4 +150,4 @@ def _pieces(q: Tensor, keys: Tensor, values: Tensor, length: Tensor) -> tuple[Te
     empty = (ends[1:] == ends[:-1])[:, None, None]
     pieces = out.view(count, rows, heads, width).transpose(1, 2).float()
     weights = lse.view(heads, count, rows).transpose(0, 1)
-    return pieces.masked_fill(empty[..., None], 0.0), weights.masked_fill(empty, float("-inf"))
+    return _Part(pieces.masked_fill(empty[..., None], 0.0), weights.masked_fill(empty, float("-inf")))

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from .model import Hidden, LayerId, QwenGDN
-from .programs import Nodes, Picked, Place, commit_delta, commit_rows, step_layer, tree_layer
+from .programs import Nodes, Picked, Place, chain_layer, commit_delta, commit_rows, step_layer, tree_layer
 from .recorded import Announce, Inputs, Recorded, applied, compiled, send
 from .rope import Rotation, rotation
 from .static_cache import StaticDelta, StaticMemory
@@ -38,12 +38,20 @@ class ProgramSet:
         self._announce = announce
         self._steps: dict[Capture, _Step] = {}
         self._trees: dict[tuple[Capture, int], _Tree] = {}
+        self._chains: dict[tuple[Capture, int], _Chain] = {}
 
     def step(self, capture: Capture, token: Tensor, length: int, bank: int) -> Hidden:
         """One token after the committed ones; its memory goes to the other bank."""
         if capture not in self._steps:
             self._steps[capture] = _Step(self._model, self._memory, capture, self._announce)
         return self._steps[capture].run(token, length, bank)
+
+    def chain(self, capture: Capture, size: int, tokens: Tensor, length: int, bank: int) -> Hidden:
+        """Up to `size` tokens after the committed ones; their memory goes to the other bank."""
+        key = (capture, size)
+        if key not in self._chains:
+            self._chains[key] = _Chain(self._model, self._memory, size, capture, self._announce)
+        return self._chains[key].run(tokens, length, bank)
 
     def verify(
         self, capture: Capture, size: int, tokens: Tensor, topology: Topology, length: int, bank: int
@@ -76,6 +84,34 @@ class _Step:
         for i, (layer, memory) in enumerate(zip(self._model.layers, self._memory.layers, strict=True)):
             x = compiled(step_layer, tuned=True)(layer, x, rope, memory, place)
             outputs[i] = x
+        return _leave(self._model, x, outputs, self._capture)
+
+
+class _Chain:
+    """The program of tokens in a row. It is not recorded: its work is long enough to hide its launches."""
+
+    def __init__(self, model: QwenGDN, memory: StaticMemory, size: int, capture: Capture, announce: Announce) -> None:
+        self._model, self._memory, self._capture = model, memory, capture
+        self._inputs = Inputs((1, 1, 1, size), model.device)
+        self._program = Recorded(f"{size} tokens", self._launch, model.device, announce, record=False)
+        self._size = size
+
+    def run(self, tokens: Tensor, length: int, bank: int) -> Hidden:
+        count = tokens.numel()
+        padding = torch.zeros(self._size - count, dtype=torch.int64)
+        self._inputs.fill((torch.tensor([length, bank, count]), tokens.reshape(-1).long().cpu(), padding))
+        hidden = self._program()
+        return Hidden(hidden.final[:, :count], tuple(x[:, :count] for x in hidden.captured))
+
+    def _launch(self) -> Hidden:
+        length, bank, count, tokens = self._inputs.parts
+        place, where = Place(length, bank), length + torch.arange(self._size, device=length.device)
+        x, rope = _enter(self._model, tokens, where)
+        outputs = {}
+        for i, (layer, memory) in enumerate(zip(self._model.layers, self._memory.layers, strict=True)):
+            x = compiled(chain_layer)(layer, x, rope, memory, place, count, where)
+            if i in self._capture:
+                outputs[i] = x
         return _leave(self._model, x, outputs, self._capture)
 
 

@@ -14,7 +14,7 @@ from .conv import chain_conv, tree_conv
 from .delta_rule import Factors, absorb, delta_chain, delta_window
 from .lanes import Step
 from .layer_cache import DeltaRows
-from .prefix import attend
+from .prefix import attend, attend_chain
 from .rope import Rotation
 from .static_cache import StaticDelta, StaticLayer, StaticRows
 
@@ -60,6 +60,20 @@ class _TreeRows:
         )
 
 
+class _ChainRows:
+    """An attention layer's lane for tokens in a row, whose rows are scratch until the length moves."""
+
+    def __init__(self, rows: StaticRows, place: Place, where: Tensor) -> None:
+        self._rows, self._place, self._where = rows, place, where
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
+        rows = self._rows
+        out = attend_chain(q, k, v, keys=rows.keys, values=rows.values, length=self._place.length)
+        rows.keys.index_copy_(2, self._where, k)
+        rows.values.index_copy_(2, self._where, v)
+        return out
+
+
 class _StepRows:
     """An attention layer's lane for one token, whose row is scratch until the length moves."""
 
@@ -96,6 +110,26 @@ class _TreeDelta:
         return out
 
 
+class _ChainDelta:
+    """A delta layer's lane for tokens in a row, of which the first `count` [1] are real; into the other bank."""
+
+    def __init__(self, delta: StaticDelta, place: Place, count: Tensor) -> None:
+        self._delta, self._place, self._count = delta, place, count
+
+    def convolve(self, columns: Tensor, weight: Tensor) -> Tensor:
+        joined = _after(self._delta, self._place, columns)
+        _keep_newest(self._delta, self._place, joined, self._count)
+        return chain_conv(joined, weight)
+
+    def mix(self, q: Tensor, k: Tensor, v: Tensor, *, log_decay: Tensor, beta: Tensor) -> Tensor:
+        real = (torch.arange(v.shape[1], device=v.device) < self._count)[:, None]
+        log_decay, beta = log_decay.masked_fill(~real, 0.0), beta.masked_fill(~real, 0.0)
+        state = self._delta.states.index_select(0, self._place.bank)
+        out, after, _ = delta_chain(q, k, v, log_decay=log_decay, beta=beta, state=state)
+        self._delta.states.index_copy_(0, 1 - self._place.bank, after)
+        return out
+
+
 class _StepDelta:
     """A delta layer's lane for one token, which goes straight into the other bank."""
 
@@ -118,6 +152,12 @@ def _after(delta: StaticDelta, place: Place, columns: Tensor) -> Tensor:
     return torch.cat((delta.columns.index_select(0, place.bank), columns), dim=1)
 
 
+def _keep_newest(delta: StaticDelta, place: Place, columns: Tensor, count: Tensor) -> None:
+    """Writes to the other bank the columns [1, W − 1 + T, C] before which `count` of the T new ones end."""
+    newest = count + torch.arange(delta.columns.shape[1], device=count.device)
+    delta.columns.index_copy_(0, 1 - place.bank, columns[:, newest])
+
+
 def tree_layer(
     layer: nn.Module, x: Tensor, rope: Rotation, memory: StaticLayer, place: Place, nodes: Nodes
 ) -> tuple[Tensor, Any]:
@@ -134,6 +174,15 @@ def step_layer(layer: nn.Module, x: Tensor, rope: Rotation, memory: StaticLayer,
     return out
 
 
+def chain_layer(
+    layer: nn.Module, x: Tensor, rope: Rotation, memory: StaticLayer, place: Place, count: Tensor, where: Tensor
+) -> Tensor:
+    """One layer over tokens in a row, the first `count` [1] of them real; `where` [T] are the rows they go to."""
+    lane = _ChainRows(memory, place, where) if isinstance(memory, StaticRows) else _ChainDelta(memory, place, count)
+    out: Tensor = layer(x, lane, Step(rope, None, False))
+    return out
+
+
 def commit_delta(memory: StaticDelta, rows: DeltaRows, place: Place, path: Picked) -> None:
     """Writes to the other bank what a delta layer remembers after a path."""
     real = torch.arange(len(path.nodes), device=path.nodes.device) < path.length
@@ -142,9 +191,7 @@ def commit_delta(memory: StaticDelta, rows: DeltaRows, place: Place, path: Picke
     factors = Factors(k, u.masked_fill(~real[:, None, None], 0.0), log_decay.masked_fill(~real[:, None], 0.0))
     state = absorb(memory.states.index_select(0, place.bank), factors)
     memory.states.index_copy_(0, 1 - place.bank, state)
-    columns = _after(memory, place, rows.columns[:, path.nodes])
-    newest = path.length + torch.arange(memory.columns.shape[1], device=path.length.device)
-    memory.columns.index_copy_(0, 1 - place.bank, columns[:, newest])
+    _keep_newest(memory, place, _after(memory, place, rows.columns[:, path.nodes]), path.length)
 
 
 def commit_rows(memory: StaticRows, rows: KVRows, place: Place, path: Picked) -> None:

@@ -22,12 +22,15 @@ class Recorded(Generic[T]):
 
     Args:
         run: launches work on fixed addresses. Running it more than once must do no harm: it is run to warm up.
+        record: whether it is worth a graph; if not, it is called each time, and what it returns is the caller's.
     """
 
-    def __init__(self, name: str, run: Callable[[], T], device: torch.device, announce: Announce) -> None:
+    def __init__(
+        self, name: str, run: Callable[[], T], device: torch.device, announce: Announce, *, record: bool = True
+    ) -> None:
         self._name = name
         self._run = run
-        self._device = device
+        self._records = record and device.type == "cuda"
         self._announce = announce
         self._graph: torch.cuda.CUDAGraph | None = None
         self._result: T
@@ -50,7 +53,7 @@ class Recorded(Generic[T]):
         """Compiles, and on CUDA records; nothing is half-recorded if it fails."""
         # One compiled function serves every size and kind of layer, each with code of its own.
         with full_float32(), torch._dynamo.config.patch(recompile_limit=1024, accumulated_recompile_limit=4096):
-            if self._device.type == "cuda":
+            if self._records:
                 self._record()
             result = self._again()
         self._ready = True

@@ -44,6 +44,9 @@ def pair(dtype: torch.dtype = torch.float64, **changes: Any) -> tuple[Engine, Qw
     return Engine(tiny_model(dtype=dtype, **changes), sizes=SIZES), tiny_model(dtype=dtype, **changes)
 
 
+CHUNKS = (4, 24)
+
+
 def check_rounds(engine: Engine, model: QwenGDN, trees: int, *, prompt: int = 9, device: str = "cpu") -> None:
     """Prefill, then trees of all sizes with a step between, against the eager model; after each, the memory."""
     draw = seeded(5)
@@ -87,6 +90,36 @@ SHAPES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_programs_follow_the_model(shape: dict[str, Any]) -> None:
     check_rounds(*pair(**shape), trees=25)
+
+
+@pytest.mark.usefixtures("uncompiled")
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_prompts_are_read_by_padded_programs_in_any_pieces(shape: dict[str, Any]) -> None:
+    model = tiny_model(dtype=torch.float64, **shape)
+    engine = Engine(tiny_model(dtype=torch.float64, **shape), sizes=SIZES, chunks=CHUNKS)
+    draw = seeded(6)
+    ours, theirs = engine.new_cache(140), model.new_cache(140)
+    for count in (3, 1, 4, 24, 2, 7, 1, 23, 40, 5, 5):
+        tokens = random_tokens(draw, 1, count)
+        found, wanted = engine(tokens, ours, capture=(1, "final")), model(tokens, theirs, capture=(1, "final"))
+        assert gap(found.final, wanted.final) <= 1e-10
+        assert all(gap(a, b) <= 1e-10 for a, b in zip(found.captured, wanted.captured, strict=True))
+        assert ours.length == theirs.length and worst_gap(memory_of(ours), memory_of(theirs)) <= 1e-10
+    topology, tokens = Topology([-1, 0, 0, 1]), torch.tensor([3, 4, 5, 6])
+    assert gap(engine(tokens, ours.branch(topology)).final, model(tokens, theirs.branch(topology)).final) <= 1e-10
+    full = engine.new_cache(5)
+    engine(torch.arange(5), full)
+    with pytest.raises(ValueError, match="exceed its capacity"):
+        engine(torch.arange(3), full)
+    check_holds(full, model, range(5))
+
+
+def test_a_compiled_prompt_is_read_as_the_model_reads_it() -> None:
+    engine, model = Engine(tiny_model(), sizes=SIZES, chunks=(200,)), tiny_model()
+    cache = engine.new_cache(300)
+    tokens = random_tokens(seeded(1), 1, 150)
+    assert gap(engine(tokens, cache).final, model(tokens).final) <= 2e-5
+    check_holds(cache, model, tokens[0].tolist())
 
 
 @pytest.mark.usefixtures("uncompiled")
@@ -344,8 +377,9 @@ def test_other_memory_runs_on_the_model_and_errors_are_the_models() -> None:
         engine(torch.tensor([1]), cache, capture=(8,))
     with pytest.raises(ValueError, match="capacity must be"):
         engine.new_cache(0)
-    with pytest.raises(ValueError, match="ascending"):
-        Engine(model, sizes=(8, 4))
+    for wrong in ({"sizes": (8, 4)}, {"sizes": ()}, {"sizes": (1, 8)}, {"chunks": (1, 8)}):
+        with pytest.raises(ValueError, match="ascending"):
+            Engine(model, **wrong)
     assert cache.length == 0
 
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ddtree import DFlashConfig, DFlashDrafter, DraftTree, Scores, accept, build_tree, generate
 from ddtree.recorded_drafter import RecordedDrafter
 from qwen_gdn import HybridCache, ModelConfig, QwenGDN, Topology, greedy, prefill
-from qwen_gdn.decode import HybridModel
+from qwen_gdn.decode import PREFILL_WINDOW, HybridModel
 from qwen_gdn.engine import Engine
 from qwen_gdn.recorded import Announce
 from tools.parity.theirs import twin
@@ -69,14 +69,22 @@ def engine_figures(
     drafter.bind(engine)
     cache = engine.new_cache(max(shape.prefixes) + SPARE * len(shape.prefixes))
     draw = torch.Generator().manual_seed(0)
+    for length in {min(n, PREFILL_WINDOW) for n in shape.prefixes}:  # compiles what reads a prompt
+        feed(engine, drafter, torch.zeros(1, length, dtype=torch.int64), cache)
+        cache.crop(0)
+        drafter.reset()
     seconds = 0.0
     for prefix in shape.prefixes:
         fed = max(prefix - cache.length, 0)
         prompt = torch.randint(0, target.config.vocab_size, (1, fed), generator=draw)
         seconds += clock.once(lambda prompt=prompt: feed(engine, drafter, prompt, cache)) / 1e3
         found: dict[str, Any] = {"prefix": prefix, "prefill_tokens_per_second": prefix / seconds}
-        found["plain_ms"] = clock.each(lambda: engine(torch.tensor([7]), cache))
-        found["plain_kernels"] = kernels(lambda: engine(torch.tensor([7]), cache), engine.device)
+
+        def step() -> Tensor:
+            return engine.logits(engine(torch.tensor([7]), cache).final)
+
+        found["plain_ms"] = clock.each(step)
+        found["plain_kernels"] = kernels(step, engine.device)
         say(f"prefix {prefix}: prefill {prefix / seconds:,.0f} tokens/s; plain step {shown(found['plain_ms'], floor)}")
         found["trees"] = {size: tree_figures(engine, cache, size, clock) for size in shape.sizes}
         for size, one in found["trees"].items():
@@ -114,7 +122,7 @@ def tree_figures(engine: Engine, cache: HybridCache, size: int, clock: "Clock") 
         nonlocal held
         cache.discard()
         window = cache.branch(topology)
-        engine(tokens, window)
+        engine.logits(engine(tokens, window).final)
         held = window.nbytes
 
     verified = clock.each(verify)
