@@ -149,7 +149,7 @@ class Engine:
             self._idle.remove(memory)
             return memory
         rounded = -(-capacity // GRAIN) * GRAIN
-        spare, like = max(*self.sizes, *self.chunks), self.model.embed_tokens.weight.detach()
+        spare, like = max((*self.sizes, *self.chunks)), self.model.embed_tokens.weight.detach()
         with torch.inference_mode(False):  # rows made in that mode could not be written outside it
             memory = StaticMemory(self.config, rounded, spare, like)
         self._programs[memory] = ProgramSet(self.model, memory, self._announce)
