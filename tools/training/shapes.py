@@ -14,6 +14,7 @@ class Shape:
     """Everything that differs between the sizes.
 
     Args:
+        name: what the size is called.
         layers: the target's mixers, one letter a layer: l is Gated DeltaNet, f is full attention.
         delta_heads: key heads and value heads of a Gated DeltaNet layer.
         heads: query heads and key/value heads of an attention layer, in target and drafter.
@@ -26,6 +27,7 @@ class Shape:
         target, generation, drafter: how long each stage runs by default.
     """
 
+    name: str
     vocabulary: int
     hidden: int
     intermediate: int
@@ -56,6 +58,7 @@ class Shape:
 
 
 BUNDLED = Shape(
+    name="bundled",
     vocabulary=4096,
     hidden=256,
     intermediate=768,
@@ -85,6 +88,7 @@ BUNDLED = Shape(
     drafter=Schedule(seconds=300, decay=0.5),
 )
 TOY = Shape(
+    name="toy",
     vocabulary=300,
     hidden=32,
     intermediate=48,
