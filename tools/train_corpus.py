@@ -15,9 +15,10 @@ from pathlib import Path
 if not __package__:
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from tools.training import command
+from tools.training.command import Parser, UsageError, fail_in_one_line
 from tools.training.corpus import build_corpus
-from tools.training.machine import fail_in_one_line
-from tools.training.packages import UNSEEN, gather, standard_library
+from tools.training.packages import UNSEEN, content_digest, gather, standard_library
 from tools.training.run import Run, add_arguments, run_of
 
 _SHARDS = 16
@@ -25,7 +26,9 @@ _SHARDS = 16
 
 def add_source_arguments(parser: argparse.ArgumentParser) -> None:
     """The options that say where source files are."""
-    parser.add_argument("--source", type=Path, action="append", default=[], help="a folder of source files; repeatable")
+    parser.add_argument(
+        "--source", type=command.folder, action="append", default=[], help="a folder of source files; repeatable"
+    )
     parser.add_argument("--installed", action="store_true", help="this interpreter's packages and standard library")
     parser.add_argument("--license", help="licence of plain source folders, as an SPDX expression")
     parser.add_argument(
@@ -34,17 +37,29 @@ def add_source_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def build(run: Run, arguments: argparse.Namespace) -> None:
-    """Builds the corpus unless it is there; ValueError says what is wrong with the sources."""
-    if run.finished("corpus"):
-        return
+    """Builds the corpus unless it is there; a call that names no sources takes the one that is.
+
+    Raises:
+        UsageError: sources are absent, cannot be used, or are not those of the corpus that is there.
+    """
     sources = [Path(sysconfig.get_path("purelib"))] if arguments.installed else []
     sources += arguments.source
     if not sources:
-        raise ValueError("no sources: give --source DIR or --installed")
-    with run.stage("corpus") as notes:
-        packages, excluded = gather(sources, arguments.license)
-        packages += [standard_library()] if arguments.installed else []
-        unseen = frozenset(UNSEEN if arguments.unseen is None else arguments.unseen)
+        if arguments.license is not None or arguments.unseen is not None or not run.finished("corpus"):
+            raise UsageError("no sources: give --source DIR or --installed")
+        return
+    packages, excluded = gather(sources, arguments.license)
+    packages += [standard_library()] if arguments.installed else []
+    unseen = frozenset(UNSEEN if arguments.unseen is None else arguments.unseen)
+    settings = {
+        "sources": [str(source.resolve()) for source in sources],
+        "licence": arguments.license,
+        "unseen": sorted(unseen),
+        "content": content_digest(packages),
+    }
+    if run.finished("corpus", settings):
+        return
+    with run.stage("corpus", settings) as notes:
         manifest = build_corpus(packages, excluded, unseen=unseen, out=run.corpus, shards=_SHARDS)
         notes["splits"] = manifest["splits"]
         for name, size in manifest["splits"].items():
@@ -55,7 +70,7 @@ def build(run: Run, arguments: argparse.Namespace) -> None:
 
 @fail_in_one_line
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     add_arguments(parser)
     add_source_arguments(parser)
     arguments = parser.parse_args()

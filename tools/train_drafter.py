@@ -6,7 +6,6 @@ Prints, as it learns, the mean accepted length of chains along greedy continuati
 from the last checkpoint if it was interrupted. Writes RUN/pair/drafter in the published layout.
 """
 
-import argparse
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -17,10 +16,11 @@ if not __package__:
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from ddtree.drafter_config import DFlashConfig
+from tools.training import command
+from tools.training.command import Parser, fail_in_one_line
 from tools.training.drafter import DrafterJob
 from tools.training.export import write_drafter
 from tools.training.fit import fit
-from tools.training.machine import fail_in_one_line
 from tools.training.run import Run, add_arguments, run_of
 from tools.training.shapes import drafter_config
 from tools.training.tokens import MASK, load_tokenizer, special_id
@@ -29,12 +29,13 @@ from weights import load_target
 
 def train_drafter(run: Run, seconds: float | None = None) -> None:
     """Trains and writes the drafter unless it is there; `seconds` replaces the shape's own budget."""
-    if run.finished("drafter"):
-        return
-    run.require("generated")
     shape = run.shape
     schedule = shape.drafter if seconds is None else replace(shape.drafter, seconds=seconds, steps=None)
-    with run.stage("drafter") as notes:
+    written = run.require("generated", run.settings(target=run.target_digest))
+    settings = run.on_device(target=run.target_digest, text=written["tokens"], budget=schedule.budget)
+    if run.finished("drafter", settings):
+        return
+    with run.stage("drafter", settings) as notes:
         target = load_target(run.pair / "target", device=torch.device(run.device))
         mask = special_id(load_tokenizer(run.tokens), MASK)
         config = drafter_config(shape, target.config.vocab_size, mask)
@@ -48,7 +49,7 @@ def train_drafter(run: Run, seconds: float | None = None) -> None:
         )
         if run.compiles:
             job.compile()
-        notes["figures"] = fit(job, schedule, run.out / "drafter")
+        notes["figures"] = fit(job, schedule, run.out / "drafter", settings)
         write_drafter(job.drafter, config, run.pair / "drafter")
         notes["parameters"] = sum(p.numel() for p in job.drafter.parameters())
         notes["sequences"] = job.sequences
@@ -56,9 +57,9 @@ def train_drafter(run: Run, seconds: float | None = None) -> None:
 
 @fail_in_one_line
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     add_arguments(parser)
-    parser.add_argument("--seconds", type=float, help="time to train, compilation not counted")
+    parser.add_argument("--seconds", type=command.seconds, help="time to train, compilation not counted")
     arguments = parser.parse_args()
     train_drafter(run_of(arguments), arguments.seconds)
 

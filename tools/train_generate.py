@@ -6,7 +6,6 @@ Half of the continuations are greedy, half sampled. A continued run keeps the fi
 are continued too, greedily. Writes RUN/generated.
 """
 
-import argparse
 import sys
 import time
 from pathlib import Path
@@ -17,9 +16,11 @@ if not __package__:
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from qwen_gdn import QwenGDN
+from tools.training import command
+from tools.training.command import Parser, fail_in_one_line
 from tools.training.data import read_tokens
 from tools.training.generated import evaluation_batch, read_notes, training_batch, write_continued
-from tools.training.machine import Progress, fail_in_one_line
+from tools.training.machine import Progress
 from tools.training.prompts import read_prompts
 from tools.training.run import Run, add_arguments, run_of
 from tools.training.schedule import Position, Schedule
@@ -29,11 +30,15 @@ from weights import load_target
 
 def generate(run: Run, seconds: float | None = None) -> None:
     """Generates text unless it is there; `seconds` replaces the shape's own budget."""
-    if run.finished("generated"):
-        return
-    run.require("target")
     budget = run.shape.generation if seconds is None else Schedule(seconds=seconds)
-    with run.stage("generated") as notes:
+    run.require("target", run.settings())
+    begun = run.on_device(target=run.target_digest)
+    settings = begun | {"budget": budget.budget}
+    if run.finished("generated", settings):
+        return
+    # not the budget: each file depends on its number alone
+    run.claim("generated", begun)
+    with run.stage("generated", settings) as notes:
         device = torch.device(run.device)
         target = load_target(run.pair / "target", device=device)
         run.generated.mkdir(parents=True, exist_ok=True)
@@ -71,9 +76,9 @@ def _continue_training(run: Run, target: QwenGDN, budget: Schedule) -> dict[str,
 
 @fail_in_one_line
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     add_arguments(parser)
-    parser.add_argument("--seconds", type=float, help="time to generate")
+    parser.add_argument("--seconds", type=command.seconds, help="time to generate")
     arguments = parser.parse_args()
     generate(run_of(arguments), arguments.seconds)
 

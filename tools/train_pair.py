@@ -18,7 +18,8 @@ if not __package__:
 
 from tools.train_corpus import add_source_arguments, build
 from tools.train_tokenizer import tokenize
-from tools.training.machine import fail_in_one_line
+from tools.training import command
+from tools.training.command import Parser, fail_in_one_line
 from tools.training.run import Run, add_arguments, run_of
 
 STAGES = ("corpus", "tokenizer", "target", "generate", "drafter", "card")
@@ -48,17 +49,20 @@ def train_pair(run: Run, arguments: argparse.Namespace) -> None:
 
 @fail_in_one_line
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     add_arguments(parser)
     add_source_arguments(parser)
     parser.add_argument("--until", choices=STAGES, default=STAGES[-1], help="the last stage to run")
-    parser.add_argument("--target-seconds", type=float, help="time to train the target, compilation not counted")
-    parser.add_argument("--generate-seconds", type=float, help="time to generate the drafter's text")
-    parser.add_argument("--drafter-seconds", type=float, help="time to train the drafter, compilation not counted")
+    parser.add_argument(
+        "--target-seconds", type=command.seconds, help="time to train the target, compilation not counted"
+    )
+    parser.add_argument("--generate-seconds", type=command.seconds, help="time to generate the drafter's text")
+    parser.add_argument(
+        "--drafter-seconds", type=command.seconds, help="time to train the drafter, compilation not counted"
+    )
     arguments = parser.parse_args()
     start = time.monotonic()
     run = run_of(arguments)
-    run.note_command(sys.argv)
     train_pair(run, arguments)
     print(f"{run.out}: done up to {arguments.until} in {time.monotonic() - start:.0f} s", file=sys.stderr)
 

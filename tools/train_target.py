@@ -5,7 +5,6 @@
 Continues from the last checkpoint if it was interrupted. Writes RUN/pair/target in the published layout.
 """
 
-import argparse
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -16,9 +15,10 @@ if not __package__:
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from qwen_gdn import ModelConfig
+from tools.training import command
+from tools.training.command import Parser, fail_in_one_line
 from tools.training.export import write_target
 from tools.training.fit import fit
-from tools.training.machine import fail_in_one_line
 from tools.training.run import Run, add_arguments, run_of
 from tools.training.shapes import generation_config, target_config
 from tools.training.target import TargetJob
@@ -27,19 +27,20 @@ from tools.training.tokens import MASK, SEPARATOR, load_tokenizer, special_id
 
 def train_target(run: Run, seconds: float | None = None) -> None:
     """Trains and writes the target unless it is there; `seconds` replaces the shape's own budget."""
-    if run.finished("target"):
-        return
-    run.require("tokens")
     shape = run.shape
     schedule = shape.target if seconds is None else replace(shape.target, seconds=seconds, steps=None)
-    with run.stage("target") as notes:
+    run.require("tokens", run.settings())
+    settings = run.on_device(budget=schedule.budget)
+    if run.finished("target", settings):
+        return
+    with run.stage("target", settings) as notes:
         tokenizer = load_tokenizer(run.tokens)
         eos = special_id(tokenizer, SEPARATOR)
         config = target_config(shape, max(eos, special_id(tokenizer, MASK)) + 1, eos)
         job = TargetJob(ModelConfig.from_dict(config), shape, run.tokens, torch.device(run.device), run.seed)
         if run.compiles:
             job.compile()
-        figures = fit(job, schedule, run.out / "target")
+        figures = fit(job, schedule, run.out / "target", settings)
         write_target(job.model, config, generation_config(eos), run.tokens / "tokenizer.json", run.pair / "target")
         notes["parameters"] = sum(p.numel() for p in job.model.parameters())
         notes["tokens"] = int(figures["steps"]) * shape.batch * shape.length
@@ -48,9 +49,9 @@ def train_target(run: Run, seconds: float | None = None) -> None:
 
 @fail_in_one_line
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     add_arguments(parser)
-    parser.add_argument("--seconds", type=float, help="time to train, compilation not counted")
+    parser.add_argument("--seconds", type=command.seconds, help="time to train, compilation not counted")
     arguments = parser.parse_args()
     train_target(run_of(arguments), arguments.seconds)
 

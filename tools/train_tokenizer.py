@@ -5,14 +5,14 @@
 Writes RUN/tokens (tokenizer.json, a file of 16-bit ids for every text file) and RUN/prompts.
 """
 
-import argparse
 import sys
 from pathlib import Path
 
 if not __package__:
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tools.training.machine import fail_in_one_line, write_whole
+from tools.training.command import Parser, fail_in_one_line
+from tools.training.machine import write_whole
 from tools.training.prompts import write_prompts
 from tools.training.run import Run, add_arguments, run_of
 from tools.training.tokens import encode_corpus, fit_tokenizer, load_tokenizer, sample_texts
@@ -20,11 +20,11 @@ from tools.training.tokens import encode_corpus, fit_tokenizer, load_tokenizer, 
 
 def tokenize(run: Run) -> None:
     """Makes tokenizer, token files and prompts unless they are there."""
-    if run.finished("tokens"):
+    run.require("corpus", {})
+    settings, shape = run.settings(), run.shape
+    if run.finished("tokens", settings):
         return
-    run.require("corpus")
-    shape = run.shape
-    with run.stage("tokens") as notes:
+    with run.stage("tokens", settings) as notes:
         tokenizer = fit_tokenizer(sample_texts(run.corpus, shape.sample_bytes), shape.vocabulary)
         write_whole(run.tokens / "tokenizer.json", lambda part: tokenizer.save(str(part)))
         sizes = encode_corpus(run.corpus, run.tokens)
@@ -42,7 +42,7 @@ def tokenize(run: Run) -> None:
 
 @fail_in_one_line
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     add_arguments(parser)
     tokenize(run_of(parser.parse_args()))
 

@@ -22,10 +22,13 @@ trained on; each states a permissive licence, which is given with it. The author
 
 
 def write_card(run: Run) -> None:
-    """Writes `CARD.md` beside the two folders, from what the stages noted; ValueError if one is unfinished."""
-    for stage in ("corpus", "tokens", "target", "generated", "drafter"):
-        run.require(stage)
-    notes = {stage: run.finished(stage) for stage in ("tokens", "target", "generated", "drafter")}
+    """Writes `CARD.md` beside the two folders, from what the stages noted.
+
+    Raises:
+        UsageError: a stage is unfinished, or was made with other settings.
+    """
+    run.require("corpus", {})
+    notes = {stage: run.require(stage, run.settings()) for stage in ("tokens", "target", "generated", "drafter")}
     manifest = read_json(run.corpus / "manifest.json")
     parts = [
         _INTRODUCTION,
@@ -39,8 +42,8 @@ def write_card(run: Run) -> None:
 
 
 def _models(run: Run, notes: dict[str, Any]) -> str:
-    target = read_json(run.pair / "target" / "config.json")["text_config"]
-    drafter = read_json(run.pair / "drafter" / "config.json")
+    target = _config(run, "target")["text_config"]
+    drafter = _config(run, "drafter")
     block = drafter["dflash_config"]
     return f"""\
 ## The models
@@ -52,6 +55,10 @@ def _models(run: Run, notes: dict[str, Any]) -> str:
   {drafter["sliding_window"]} rows. Blocks of {block["block_size"]}; reads target layers {block["target_layer_ids"]}.
 - **Tokenizer**: byte-level BPE without a normaliser, so that text survives it byte for byte.
 """
+
+
+def _config(run: Run, part: str) -> dict[str, Any]:
+    return read_json(run.pair / part / "config.json", delete=run.out / part / "result.json")
 
 
 def _figures(notes: dict[str, Any]) -> str:
@@ -95,7 +102,7 @@ whole packages. Exact copies count once. Code that a package vendors is left out
 
 def _commands(run: Run, notes: dict[str, Any]) -> str:
     target, generated, drafter = (notes[stage] for stage in ("target", "generated", "drafter"))
-    device = torch.cuda.get_device_name() if run.device != "cpu" else platform.processor() or "CPU"
+    device = torch.cuda.get_device_name(run.device) if run.device != "cpu" else platform.processor() or "CPU"
     commands = "\n".join(run.commands)
     return f"""\
 ## How it was made

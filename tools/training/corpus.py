@@ -12,7 +12,8 @@ from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
-from tools.training.machine import parallel, write_json
+from tools.training.command import UsageError
+from tools.training.machine import damaged, parallel, write_json
 from tools.training.packages import Excluded, Package
 
 SPLITS = ("train", "heldout", "unseen")
@@ -79,7 +80,7 @@ def build_corpus(
     last, `manifest.json`, which is returned.
 
     Raises:
-        ValueError: no file is left to train on.
+        UsageError: no file is left to train on.
     """
     out.mkdir(parents=True, exist_ok=True)
     tally = _Tally()
@@ -97,7 +98,7 @@ def build_corpus(
         for stream in streams.values():
             stream.close()
     if not tally.files["train"]:
-        raise ValueError(f"no training file left of {sum(len(p.files) for p in packages)}: {dict(tally.dropped)}")
+        raise UsageError(f"no training file left of {sum(len(p.files) for p in packages)}: {dict(tally.dropped)}")
     manifest = tally.manifest(ordered, excluded, unseen)
     write_json(out / "manifest.json", manifest)
     return manifest
@@ -171,9 +172,16 @@ def read_split(folder: Path, split: str) -> Iterator[dict[str, str]]:
 
 
 def read_entries(file: Path) -> Iterator[dict[str, str]]:
-    """The entries of one text file: package, path, licence and text of each document."""
+    """The entries of one text file: package, path, licence and text of each document.
+
+    Raises:
+        ValueError: the file is damaged.
+    """
     with file.open(encoding="utf-8") as stream:
-        yield from map(json.loads, stream)
+        try:
+            yield from map(json.loads, stream)
+        except ValueError as error:
+            raise damaged(file, error) from None
 
 
 def split_files(folder: Path, split: str) -> list[Path]:

@@ -5,6 +5,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from tools.training.command import UsageError
+
 
 def read_tokens(folder: Path, split: str, device: torch.device) -> Tensor:
     """All ids of a split, int16 [tokens] (ids are below 2^15)."""
@@ -30,10 +32,10 @@ class Windows:
     """
 
     def __init__(self, stream: Tensor, length: int, batch: int, seed: int) -> None:
-        """Raises ValueError if the stream has no `batch` windows at every offset."""
+        """Raises UsageError if the stream has no `batch` windows at every offset."""
         self._per_epoch = (len(stream) - length) // length // batch
         if self._per_epoch < 1:
-            raise ValueError(f"{len(stream)} tokens make no batch of {batch} windows of {length}; add text")
+            raise UsageError(f"{len(stream)} tokens make no batch of {batch} windows of {length}; add text")
         self._stream = stream
         self._length = length
         self._batch = batch

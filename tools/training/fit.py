@@ -13,9 +13,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from tools.training.machine import Progress, write_whole
+from tools.training.machine import Progress, damaged, uninterrupted, write_whole
 from tools.training.optim import Optimiser
 from tools.training.schedule import Position, Schedule
+from tools.training.settings import Settings, check
 
 _CHECKPOINT = "checkpoint.pt"
 _LOG = "log.jsonl"
@@ -23,6 +24,7 @@ _LOG = "log.jsonl"
 _UNCOUNTED = 3
 # The host runs ahead of the device by at most this many steps, so that its clock tells the device's progress.
 _WAIT_EVERY = 16
+_LOWER = "lower the learning rates, MUON_RATE and ADAM_RATE in tools/training, and start with another --out"
 
 
 class Job(Protocol):
@@ -57,49 +59,80 @@ class _Clock:
         return self._before + (0.0 if self._start is None else time.monotonic() - self._start)
 
 
-def fit(job: Job, schedule: Schedule, folder: Path) -> dict[str, float]:
+def fit(job: Job, schedule: Schedule, folder: Path, settings: Settings | None = None) -> dict[str, float]:
     """Trains until the budget is used up, continuing from the folder's checkpoint if there is one.
+
+    Args:
+        settings: what shapes the run, kept with its checkpoint.
 
     Returns:
         the last evaluation's figures, and `steps` and `seconds`.
 
     Raises:
-        FloatingPointError: the loss is no longer finite.
+        FloatingPointError: the loss or a parameter is no longer finite. The last checkpoint stays.
+        KeyboardInterrupt: it was interrupted, and a checkpoint holds all steps that were done.
+        UsageError: the checkpoint was written with other settings.
+        ValueError: the checkpoint is damaged.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    at = resume(job, folder)
-    first, clock, progress = at.step, _Clock(at.seconds), Progress(job.name)
-    saved = time.monotonic()
-    while (spent := schedule.spent(at)) < 1.0:
-        loss = job.loss(at.step)
+    training = _Training(job, schedule, folder, settings or {})
+    try:
+        return training.run()
+    except KeyboardInterrupt:
+        with uninterrupted():
+            training.save()
+        said = f"{job.name} is saved at step {training.at.step}, and the same call continues it"
+        raise KeyboardInterrupt(said) from None
+
+
+class _Training:
+    """One call of `fit`; `at` is always where the parameters are."""
+
+    def __init__(self, job: Job, schedule: Schedule, folder: Path, settings: Settings) -> None:
+        self.at = resume(job, folder, settings)
+        self._job, self._schedule, self._folder, self._settings = job, schedule, folder, settings
+        self._first, self._clock, self._progress = self.at.step, _Clock(self.at.seconds), Progress(job.name)
+        self._saved = time.monotonic()
+
+    def run(self) -> dict[str, float]:
+        while (spent := self._schedule.spent(self.at)) < 1.0:
+            loss = self._step(spent)
+            if self.at.step == self._first + _UNCOUNTED:
+                _wait(loss)
+                self._clock.start()
+            elif self.at.step % _WAIT_EVERY == 0:
+                rate = self._clock.rate(self.at.step - self._first)
+                self._progress.show(spent, 1.0, f"step {self.at.step}  loss {_wait(loss):.3f}  {rate:.1f} steps/s")
+            now = self._schedule.spent(self.at)
+            if now < 1.0 and self._schedule.evaluates(spent, now):
+                figures = self._job.evaluate()
+                _log(self._folder, self.at, _wait(loss), figures)
+                self._progress.say(describe(figures))
+            if time.monotonic() - self._saved >= self._schedule.checkpoint_every:
+                self.save()
+        figures = dict(self._job.evaluate())
+        self.save()
+        self._progress.show(1.0, 1.0, f"step {self.at.step}  " + describe(figures))
+        return figures | {"steps": self.at.step, "seconds": self.at.seconds}
+
+    def _step(self, spent: float) -> Tensor:
+        loss = self._job.loss(self.at.step)
         loss.backward()
-        job.optimiser.step(schedule.rate(at.step, spent))
-        at = Position(at.step + 1, clock.seconds)
-        if at.step == first + _UNCOUNTED:
-            _wait(loss)
-            clock.start()
-        elif at.step % _WAIT_EVERY == 0:
-            value = _wait(loss)
-            progress.show(spent, 1.0, f"step {at.step}  loss {value:.3f}  {clock.rate(at.step - first):.1f} steps/s")
-        now = schedule.spent(at)
-        if now < 1.0 and schedule.evaluates(spent, now):
-            figures = job.evaluate()
-            _log(folder, at, _wait(loss), figures)
-            progress.say(describe(figures))
-        if time.monotonic() - saved >= schedule.checkpoint_every:
-            save(job, at, folder)
-            saved = time.monotonic()
-    figures = dict(job.evaluate())
-    save(job, at, folder)
-    progress.show(1.0, 1.0, f"step {at.step}  " + describe(figures))
-    return figures | {"steps": at.step, "seconds": at.seconds}
+        with uninterrupted():
+            self._job.optimiser.step(self._schedule.rate(self.at.step, spent))
+            self.at = Position(self.at.step + 1, self._clock.seconds)
+        return loss
+
+    def save(self) -> None:
+        save(self._job, self.at, self._folder, self._settings)
+        self._saved = time.monotonic()
 
 
 def _wait(loss: Tensor) -> float:
     """The loss as a number, which waits for the device."""
     value = float(loss.detach())
     if not math.isfinite(value):
-        raise FloatingPointError(f"the loss is {value}; lower the learning rate")
+        raise FloatingPointError(f"the loss is {value}; {_LOWER}")
     return value
 
 
@@ -114,17 +147,30 @@ def describe(figures: Mapping[str, float]) -> str:
     return "  ".join(f"{name} {value:.3f}" for name, value in figures.items())
 
 
-def save(job: Job, at: Position, folder: Path) -> None:
-    """Writes the checkpoint, whole or not at all."""
-    record = {"optimiser": job.optimiser.state(), "step": at.step, "seconds": at.seconds}
+def save(job: Job, at: Position, folder: Path, settings: Settings) -> None:
+    """Writes the checkpoint, whole or not at all; FloatingPointError if it would hold anything that is not finite."""
+    state = job.optimiser.state()
+    if not all(bool(tensor.isfinite().all()) for tensor in state.values()):
+        raise FloatingPointError(f"{job.name}: not all parameters are finite after step {at.step}; {_LOWER}")
+    record = {"optimiser": state, "step": at.step, "seconds": at.seconds, "settings": dict(settings)}
     write_whole(folder / _CHECKPOINT, lambda part: torch.save(record, part))
 
 
-def resume(job: Job, folder: Path) -> Position:
-    """Puts the job where its folder's checkpoint stands; the start if there is none."""
+def resume(job: Job, folder: Path, settings: Settings) -> Position:
+    """Puts the job where its folder's checkpoint stands; the start if there is none.
+
+    Raises:
+        UsageError: the checkpoint was written with other settings.
+        ValueError: it is damaged, or belongs to a model of other shapes.
+    """
     file = folder / _CHECKPOINT
     if not file.is_file():
         return Position(0, 0.0)
-    record = torch.load(file, map_location="cpu", weights_only=True)
-    job.optimiser.load(record["optimiser"])
-    return Position(record["step"], record["seconds"])
+    try:
+        record = torch.load(file, map_location="cpu", weights_only=True)
+        made, state, at = record["settings"], record["optimiser"], Position(record["step"], record["seconds"])
+    except Exception as error:  # torch raises many kinds, none of them documented
+        raise damaged(file, error, delete=file) from None
+    check(made, settings, where=file, delete=file)
+    job.optimiser.load(state)
+    return at

@@ -1,17 +1,18 @@
 """Text that the target writes itself: what the drafter learns from, and what it is measured on."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from qwen_gdn import QwenGDN, prefill
 from tools.training.data import generator, take
-from tools.training.machine import write_whole
+from tools.training.machine import damaged, write_whole
 from tools.training.shapes import Shape
 
 _TEMPERATURES = (0.3, 0.9)
@@ -83,12 +84,21 @@ def write_continued(file: Path, continued: Continued, notes: Mapping[str, object
 
 
 def read_continued(file: Path) -> Continued:
-    """Reads one batch, on the CPU."""
-    with safe_open(file, framework="pt") as stored:
+    """Reads one batch, on the CPU; ValueError if the file is damaged."""
+    with _opened(file) as stored:
         return Continued(stored.get_tensor("tokens"), int(stored.metadata()["prompt"]))
 
 
 def read_notes(file: Path) -> dict[str, str]:
-    """What was noted with a batch."""
-    with safe_open(file, framework="pt") as stored:
+    """What was noted with a batch; ValueError if the file is damaged."""
+    with _opened(file) as stored:
         return dict(stored.metadata())
+
+
+@contextmanager
+def _opened(file: Path) -> Iterator[Any]:
+    try:
+        with safe_open(file, framework="pt") as stored:
+            yield stored
+    except (SafetensorError, KeyError, TypeError) as error:
+        raise damaged(file, error) from None

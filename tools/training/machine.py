@@ -1,12 +1,14 @@
-"""What every stage needs of the machine: files written whole or not at all, processes, progress lines."""
+"""What every stage needs of the machine: files written whole or not at all, processes, interrupts, progress lines."""
 
 import json
 import os
+import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from functools import wraps
+from contextlib import contextmanager
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,27 +17,32 @@ A = TypeVar("A")
 R = TypeVar("R")
 
 
-def fail_in_one_line(main: Callable[[], None]) -> Callable[[], None]:
-    """Makes bad use of a script one line on stderr and exit code 2."""
-
-    @wraps(main)
-    def guarded() -> None:
-        try:
-            main()
-        except ValueError as error:
-            print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
-            raise SystemExit(2) from None
-
-    return guarded
-
-
 def write_json(path: Path, value: object) -> None:
     """Writes a JSON file in one step, so that a file that exists is complete."""
     write_whole(path, lambda part: part.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8"))
 
 
-def read_json(path: Path) -> Any:
-    return json.loads(path.read_text(encoding="utf-8"))
+def read_json(path: Path, delete: Path | None = None) -> dict[str, Any]:
+    """The object in a JSON file; ValueError, as of `damaged`, if there is none."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(value, dict):
+            raise ValueError("it holds no object")
+    except ValueError as error:
+        raise damaged(path, error, delete) from None
+    return value
+
+
+def damaged(path: Path, error: object, delete: Path | None = None) -> ValueError:
+    """The error for a file of a run that cannot be read.
+
+    Args:
+        delete: without it, the same call makes the file anew; the file's folder if nothing else is said.
+    """
+    return ValueError(
+        f"{path} is damaged ({' '.join(str(error).split())[:160]}); "
+        f"delete {path.parent if delete is None else delete} and repeat the call"
+    )
 
 
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:
@@ -58,10 +65,41 @@ def parallel(work: Callable[[A], R], tasks: Sequence[A], what: str) -> Iterator[
             yield work(task)
             progress.show(i + 1, len(tasks))
         return
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=_without_threads) as pool:
-        for i, result in enumerate(pool.map(work, tasks)):
+    pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=_without_threads)
+    try:
+        for i, result in enumerate(_started(pool, work, tasks)):
             yield result
             progress.show(i + 1, len(tasks))
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _started(pool: ProcessPoolExecutor, work: Callable[[A], R], tasks: Sequence[A]) -> Iterator[R]:
+    """The pool's results. Its processes inherit that interrupts are blocked: a terminal sends one to all of them,
+    but this process alone answers it.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        return pool.map(work, tasks)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Holds an interrupt back until the block is through, so that what it changes together stays together."""
+    handler = signal.getsignal(signal.SIGINT)
+    if not callable(handler) or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[Any] = []
+    signal.signal(signal.SIGINT, lambda *what: came.append(what))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    if came:
+        handler(*came[0])
 
 
 def _without_threads() -> None:

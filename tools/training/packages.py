@@ -5,12 +5,14 @@ speak for it.
 """
 
 import csv
+import hashlib
 import sysconfig
 from collections.abc import Iterator, Sequence
 from email.parser import HeaderParser
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
+from tools.training.command import UsageError
 from tools.training.licences import is_permissive, judge
 
 # Small packages of permissive licence, never trained on where they are present.
@@ -100,10 +102,10 @@ def plain_folder(folder: Path, licence: str) -> list[Package]:
     """All Python files of a folder under the licence that the caller states; each subfolder is a package.
 
     Raises:
-        ValueError: the licence is not on the list of permissive ones.
+        UsageError: the licence is not on the list of permissive ones.
     """
     if not is_permissive(licence):
-        raise ValueError(f"licence {licence!r} is not permissive; the list stands in tools/training/licences.py")
+        raise UsageError(f"licence {licence!r} is not permissive; the list stands in tools/training/licences.py")
     members: dict[str, list[str]] = {}
     for path in _python_files(folder, frozenset()):
         top, _, below = path.partition("/")
@@ -115,22 +117,36 @@ def gather(sources: Sequence[Path], licence: str | None) -> tuple[list[Package],
     """Packages of several folders; a folder with `*.dist-info` in it is read as a site-packages.
 
     Raises:
-        ValueError: a folder does not exist, or a plain one comes without a licence.
+        UsageError: a folder does not exist, or a plain one comes without a licence.
     """
     packages: list[Package] = []
     excluded: list[Excluded] = []
     for source in sources:
         if not source.is_dir():
-            raise ValueError(f"source folder {source} does not exist")
+            raise UsageError(f"source folder {source} does not exist")
         if any(source.glob("*.dist-info")):
             found, refused = installed(source)
             packages += found
             excluded += refused
         elif licence is None:
-            raise ValueError(f"{source} is a plain folder of files: state their licence with --license NAME")
+            raise UsageError(f"{source} is a plain folder of files: state their licence with --license NAME")
         else:
             packages += plain_folder(source, licence)
     return packages, excluded
+
+
+def content_digest(packages: Sequence[Package]) -> str:
+    """A short name of everything that packages hold; files that cannot be read count as empty."""
+    whole = hashlib.sha256()
+    for package in packages:
+        whole.update(repr((package.name, package.version, package.licence, package.files)).encode())
+        for path in package.files:
+            try:
+                content = (package.root / path).read_bytes()
+            except OSError:
+                content = b""
+            whole.update(hashlib.sha256(content).digest())
+    return whole.hexdigest()[:12]
 
 
 def _recorded(info: Path) -> Iterator[str]:

@@ -86,6 +86,8 @@ def write_prompts(
     corpus: Path, tokenizer: Tokenizer, out: Path, *, lengths: Sequence[int], count: int, seed: int
 ) -> dict[str, int]:
     """Writes `SPLIT-TOKENS.json` for every set that has prompts; returns how many each has."""
+    for stale in out.glob("*.json"):
+        stale.unlink()
     written = {}
     for one in prompt_sets(lengths):
         entries = list(read_split(corpus, one.split))
@@ -99,5 +101,5 @@ def write_prompts(
 
 def read_prompts(file: Path, tokenizer: Tokenizer) -> Tensor:
     """The prompts of a file, int64 [count, tokens]."""
-    content = read_json(file)
+    content = read_json(file, delete=file.parent.parent / "tokens")
     return torch.tensor([_encode(tokenizer, prompt["text"]) for prompt in content["prompts"]])

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from tools.training.corpus import SPLITS, read_entries, read_split, split_files
-from tools.training.machine import parallel, read_json, write_json, write_whole
+from tools.training.machine import damaged, parallel, read_json, write_json, write_whole
 
 SEPARATOR = "<|endoftext|>"
 MASK = "<|mask|>"
@@ -72,8 +72,17 @@ def sample_texts(corpus: Path, most_bytes: int) -> Iterator[str]:
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
-    """The tokenizer of a folder; text that spells a special token stays text."""
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    """The tokenizer of a folder; text that spells a special token stays text.
+
+    Raises:
+        ValueError: its file is damaged.
+    """
+    file = folder / "tokenizer.json"
+    text = file.read_text(encoding="utf-8")
+    try:
+        tokenizer = Tokenizer.from_str(text)
+    except Exception as error:  # the library raises nothing more special
+        raise damaged(file, error) from None
     tokenizer.encode_special_tokens = True
     return tokenizer
 
