@@ -22,6 +22,7 @@ from tools.training.drafter import DrafterJob
 from tools.training.export import write_drafter
 from tools.training.fit import fit
 from tools.training.run import Run, add_arguments, run_of
+from tools.training.settings import file_digest
 from tools.training.shapes import drafter_config
 from tools.training.tokens import MASK, load_tokenizer, special_id
 from weights import load_target
@@ -31,8 +32,9 @@ def train_drafter(run: Run, seconds: float | None = None) -> None:
     """Trains and writes the drafter unless it is there; `seconds` replaces the shape's own budget."""
     shape = run.shape
     schedule = shape.drafter if seconds is None else replace(shape.drafter, seconds=seconds, steps=None)
-    written = run.require("generated", run.settings(target=run.target_digest))
-    settings = run.on_device(target=run.target_digest, text=written["tokens"], budget=schedule.budget)
+    target_weights = run.weights("target")
+    written = run.require("generated", run.settings(target=target_weights))
+    settings = run.on_device(target=target_weights, text=written["tokens"], budget=schedule.budget)
     if run.finished("drafter", settings):
         return
     with run.stage("drafter", settings) as notes:
@@ -51,6 +53,7 @@ def train_drafter(run: Run, seconds: float | None = None) -> None:
             job.compile()
         notes["figures"] = fit(job, schedule, run.out / "drafter", settings)
         write_drafter(job.drafter, config, run.pair / "drafter")
+        notes["weights"] = file_digest(run.pair / "drafter" / "model.safetensors")
         notes["parameters"] = sum(p.numel() for p in job.drafter.parameters())
         notes["sequences"] = job.sequences
 

@@ -31,8 +31,7 @@ from weights import load_target
 def generate(run: Run, seconds: float | None = None) -> None:
     """Generates text unless it is there; `seconds` replaces the shape's own budget."""
     budget = run.shape.generation if seconds is None else Schedule(seconds=seconds)
-    run.require("target", run.settings())
-    begun = run.on_device(target=run.target_digest)
+    begun = run.on_device(target=run.weights("target"))
     settings = begun | {"budget": budget.budget}
     if run.finished("generated", settings):
         return

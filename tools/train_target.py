@@ -20,6 +20,7 @@ from tools.training.command import Parser, fail_in_one_line
 from tools.training.export import write_target
 from tools.training.fit import fit
 from tools.training.run import Run, add_arguments, run_of
+from tools.training.settings import file_digest
 from tools.training.shapes import generation_config, target_config
 from tools.training.target import TargetJob
 from tools.training.tokens import MASK, SEPARATOR, load_tokenizer, special_id
@@ -42,6 +43,7 @@ def train_target(run: Run, seconds: float | None = None) -> None:
             job.compile()
         figures = fit(job, schedule, run.out / "target", settings)
         write_target(job.model, config, generation_config(eos), run.tokens / "tokenizer.json", run.pair / "target")
+        notes["weights"] = file_digest(run.pair / "target" / "model.safetensors")
         notes["parameters"] = sum(p.numel() for p in job.model.parameters())
         notes["tokens"] = int(figures["steps"]) * shape.batch * shape.length
         notes["figures"] = figures

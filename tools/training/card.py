@@ -26,8 +26,11 @@ def write_card(run: Run) -> None:
 
     Raises:
         UsageError: a stage is unfinished, or was made with other settings.
+        ValueError: a file of the run is damaged.
     """
     run.require("corpus", {})
+    for part in ("target", "drafter"):
+        run.weights(part)
     notes = {stage: run.require(stage, run.settings()) for stage in ("tokens", "target", "generated", "drafter")}
     manifest = read_json(run.corpus / "manifest.json")
     parts = [

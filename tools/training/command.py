@@ -91,7 +91,7 @@ def fail_in_one_line(main: Callable[[], None]) -> Callable[[], None]:
         try:
             main()
         except KeyboardInterrupt as interrupt:
-            _leave(f"interrupted; {interrupt or 'the same command continues'}", INTERRUPTED)
+            _leave(f"interrupted; {str(interrupt) or 'the same call continues'}", INTERRUPTED)
         except UsageError as error:
             _leave(error, BAD_USE)
         except Exception as error:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -70,6 +70,10 @@ def parallel(work: Callable[[A], R], tasks: Sequence[A], what: str) -> Iterator[
         for i, result in enumerate(_started(pool, work, tasks)):
             yield result
             progress.show(i + 1, len(tasks))
+    except BaseException:
+        for process in active_children():  # what they work at is wanted no more
+            process.terminate()
+        raise
     finally:
         pool.shutdown(cancel_futures=True)
 

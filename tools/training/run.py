@@ -73,11 +73,6 @@ class Run:
         """Settings of a stage that draws on the device, whose kinds draw different numbers."""
         return self.settings(device=self.device.partition(":")[0], **more)
 
-    @property
-    def target_digest(self) -> str:
-        """Names the weights of the trained target."""
-        return file_digest(self.pair / "target" / "model.safetensors")
-
     def finished(self, stage: str, wanted: Settings | None = None) -> dict[str, Any] | None:
         """What a finished stage noted, or None.
 
@@ -100,6 +95,20 @@ class Run:
         if notes is None:
             raise UsageError(f"{self.out} has no finished {stage}; run the stage before this one, or train_pair.py")
         return notes
+
+    def weights(self, part: str) -> str:
+        """The digest of a trained model's file of weights.
+
+        Raises:
+            UsageError: the model is not trained, or with other settings.
+            ValueError: the file is not the one that its stage wrote.
+        """
+        notes = self.require(part, self.settings())
+        file = self.pair / part / "model.safetensors"
+        found = file_digest(file) if file.is_file() else "absent"
+        if found != notes.get("weights"):
+            raise damaged(file, "its stage wrote another one", delete=self.out / part / _RESULT)
+        return found
 
     def claim(self, stage: str, settings: Settings) -> None:
         """Marks a stage that keeps what it finds as begun; UsageError if it was begun with other settings."""
