@@ -2,6 +2,7 @@
 
 import math
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -63,7 +64,7 @@ def test_bf16_weights_move_by_less_than_their_rounding_through_the_masters() -> 
 
 
 class _Quadratic:
-    """A job with both kinds of parameter; raises at one step if asked."""
+    """A job with both kinds of parameter; is interrupted at one step if asked."""
 
     name = "quadratic"
 
@@ -83,15 +84,97 @@ class _Quadratic:
         return {"norm": float(self.matrix.detach().norm())}
 
 
-def test_an_interrupted_run_ends_where_an_uninterrupted_one_does(tmp_path: Path) -> None:
-    schedule = Schedule(steps=12, warmup=3, checkpoint_every=0.0)
+@pytest.mark.parametrize("checkpoint_every", [0.0, 1e9])
+def test_an_interrupted_run_ends_where_an_uninterrupted_one_does(checkpoint_every: float, tmp_path: Path) -> None:
+    schedule = Schedule(steps=12, warmup=3, checkpoint_every=checkpoint_every)
     whole, broken, resumed = _Quadratic(), _Quadratic(fails_at=7), _Quadratic()
     fit(whole, schedule, tmp_path / "whole")
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt, match="saved at step 7"):
         fit(broken, schedule, tmp_path / "broken")
     figures = fit(resumed, schedule, tmp_path / "broken")
     assert figures["steps"] == 12
     assert torch.equal(whole.matrix, resumed.matrix) and torch.equal(whole.vector, resumed.vector)
+
+
+@pytest.mark.parametrize("where", ["written", "state"])
+def test_an_interrupt_amid_a_step_waits_for_its_end_and_amid_a_checkpoint_for_its_writing(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    schedule = Schedule(steps=12, warmup=3)
+    whole, broken, resumed = (_Quadratic() for _ in range(3))
+    fit(whole, schedule, tmp_path / "whole")
+    part = broken.optimiser._adam
+    happen, calls = getattr(part, where), iter(range(100))
+
+    def interrupted() -> object:
+        # twice, as people do who see no answer
+        if next(calls) >= (5 if where == "written" else 0):
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
+        return happen()
+
+    monkeypatch.setattr(part, where, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        fit(broken, schedule, tmp_path / "broken")
+    monkeypatch.undo()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    fit(resumed, schedule, tmp_path / "broken")
+    assert torch.equal(whole.matrix, resumed.matrix) and torch.equal(whole.vector, resumed.vector)
+
+
+class _Diverging(_Quadratic):
+    """Its loss, or only the gradient of it, is not a number at one step."""
+
+    def __init__(self, at: int, *, silently: bool) -> None:
+        super().__init__()
+        self._at, self._silently = at, silently
+
+    def loss(self, step: int) -> Tensor:
+        if step == self._at and self._silently:
+            return super().loss(step) + (self.vector - self.vector).square().sum().sqrt()
+        return super().loss(step) * (math.nan if step == self._at else 1.0)
+
+
+@pytest.mark.parametrize("silently", [False, True])
+@pytest.mark.parametrize("checkpoint_every", [0.0, 1e9])
+def test_parameters_that_are_not_finite_are_never_saved(
+    checkpoint_every: float, silently: bool, tmp_path: Path
+) -> None:
+    with pytest.raises(FloatingPointError, match="lower the learning rates"):
+        fit(_Diverging(5, silently=silently), Schedule(steps=6, checkpoint_every=checkpoint_every), tmp_path)
+    kept = tmp_path / "checkpoint.pt"
+    assert kept.is_file() is (checkpoint_every == 0.0)
+    assert fit(_Quadratic(), Schedule(steps=6), tmp_path)["steps"] == 6
+
+
+def test_a_checkpoint_is_continued_with_its_own_settings_alone(tmp_path: Path) -> None:
+    ours = {"shape": "toy", "seed": 0, "budget": "4 steps"}
+    fit(_Quadratic(), Schedule(steps=4), tmp_path, ours)
+    before = (tmp_path / "checkpoint.pt").read_bytes()
+    for name, value in (("shape", "bundled"), ("seed", 1), ("budget", "9 steps"), ("device", "cuda")):
+        with pytest.raises(ValueError, match=rf"checkpoint\.pt was made with {name} .*, not {value}.*delete"):
+            fit(_Quadratic(), Schedule(steps=9), tmp_path, ours | {name: value})
+    assert (tmp_path / "checkpoint.pt").read_bytes() == before
+    assert fit(_Quadratic(), Schedule(steps=4), tmp_path, ours)["steps"] == 4
+
+
+@pytest.mark.parametrize("cut", [0, 1, 500, -1])
+def test_a_damaged_checkpoint_is_named_with_a_remedy(cut: int, tmp_path: Path) -> None:
+    fit(_Quadratic(), Schedule(steps=2), tmp_path)
+    file = tmp_path / "checkpoint.pt"
+    file.write_bytes(file.read_bytes()[:cut])
+    with pytest.raises(ValueError, match=r"checkpoint\.pt is damaged .*delete .*checkpoint\.pt"):
+        fit(_Quadratic(), Schedule(steps=2), tmp_path)
+    torch.save({"step": 2}, file)
+    with pytest.raises(ValueError, match="is damaged"):
+        fit(_Quadratic(), Schedule(steps=2), tmp_path)
+
+
+@pytest.mark.parametrize("value", [0, -1, math.nan, math.inf])
+@pytest.mark.parametrize("name", ["seconds", "steps", "warmup", "decay"])
+def test_a_schedule_that_never_ends_or_never_begins_is_refused(name: str, value: float) -> None:
+    with pytest.raises(ValueError, match=f"{name} must be finite and above 0"):
+        Schedule(**({"seconds": 1.0} if name in ("warmup", "decay") else {}) | {name: value})  # type: ignore[arg-type]
 
 
 def test_a_budget_of_seconds_ends_a_run_and_its_rate_falls_to_zero(tmp_path: Path) -> None:
