@@ -4,8 +4,11 @@
     python tools/train_pair.py --installed --out RUN                       this interpreter's packages
 
 The result is RUN/pair (target, drafter, CARD.md), to be copied to weights/bundled, and RUN/prompts for measuring. A
-call that was interrupted is continued by the same call; finished stages are not repeated. The times are meant for
-one large GPU; `--toy` goes through everything on a CPU in seconds.
+call that was interrupted is continued by the same call; finished stages are not repeated. A call with settings other
+than those that RUN was made with is refused; that includes budgets, which the learning rates follow. The times are
+meant for one large GPU; `--toy` goes through everything on a CPU in seconds.
+
+Exit status: 0 success, 1 failure, 2 bad use, 130 interrupted.
 """
 
 import argparse
