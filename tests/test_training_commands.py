@@ -179,12 +179,15 @@ def test_a_run_is_not_continued_at_another_size_or_from_changed_sources(
     assert status == 2 and "content" in line
 
 
-def test_text_of_one_seed_or_target_is_not_continued_with_another(run: Path, call: Call, words: list[str]) -> None:
+def test_begun_text_is_not_continued_with_other_settings(run: Path, call: Call, words: list[str]) -> None:
     (run / "generated" / "result.json").unlink()
     settings = run / "generated" / "settings.json"
     settings.write_text(settings.read_text(encoding="utf-8").replace('"seed": 0', '"seed": 3'))
     status, (line,) = call(train_pair, *words, "--out", run)
     assert status == 2 and "seed 3, not 0" in line
+    settings.write_text(settings.read_text(encoding="utf-8").replace('"seed": 3', '"seed": 0'))
+    status, (line,) = call(train_pair, *words, "--out", run, "--generate-seconds", "7")
+    assert status == 2 and "budget 2 steps, not 7.0 s" in line
 
 
 @pytest.mark.parametrize(

@@ -31,12 +31,10 @@ from weights import load_target
 def generate(run: Run, seconds: float | None = None) -> None:
     """Generates text unless it is there; `seconds` replaces the shape's own budget."""
     budget = run.shape.generation if seconds is None else Schedule(seconds=seconds)
-    begun = run.on_device(target=run.weights("target"))
-    settings = begun | {"budget": budget.budget}
+    settings = run.on_device(target=run.weights("target"), budget=budget.budget)
     if run.finished("generated", settings):
         return
-    # not the budget: each file depends on its number alone
-    run.claim("generated", begun)
+    run.claim("generated", settings)
     with run.stage("generated", settings) as notes:
         device = torch.device(run.device)
         target = load_target(run.pair / "target", device=device)
