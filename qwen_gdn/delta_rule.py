@@ -30,7 +30,6 @@ from .norms import at_least_float32
 from .precision import exact_products
 from .topology import Path, Topology
 
-
 SOLVE_PARTS = 1
 
 
