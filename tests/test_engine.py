@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from proposers import PROPOSERS, Right, check_holds, emitted, small_model
+from proposers import PROPOSERS, Right, check_holds, check_same, emitted, small_model
 from tiny import (
     TOLERANCE,
     gap,
@@ -115,9 +115,9 @@ def test_prompts_are_read_by_padded_programs_in_any_pieces(shape: dict[str, Any]
 
 
 def test_a_compiled_prompt_is_read_as_the_model_reads_it() -> None:
-    engine, model = Engine(tiny_model(), sizes=SIZES, chunks=(200,)), tiny_model()
+    engine, model = Engine(tiny_model(), sizes=SIZES, chunks=(70,)), tiny_model()
     cache = engine.new_cache(300)
-    tokens = random_tokens(seeded(1), 1, 150)
+    tokens = random_tokens(seeded(1), 1, 67)
     assert gap(engine(tokens, cache).final, model(tokens).final) <= 2e-5
     check_holds(cache, model, tokens[0].tolist())
 
@@ -160,6 +160,19 @@ def test_generation_through_programs_writes_what_plain_decoding_writes() -> None
         assert written == wanted, proposer
         for cache, prompt, text in zip(caches, prompts, wanted, strict=True):
             check_holds(cache, model, [*prompt, *text[:-1]])
+
+
+def test_compiled_generation_writes_what_plain_decoding_writes() -> None:
+    engine, model = Engine(small_model(dtype=torch.float32), sizes=SIZES), small_model(dtype=torch.float32)
+    budgets, draw = cycle((7, 31, 0, 20, 3)), seeded(4)
+    for number, proposer in enumerate(PROPOSERS):
+        prompt = random_tokens(draw, 2 + number, vocab=37).tolist()
+        wanted = list(decode(model, prompt, max_new_tokens=40))
+        rounds = generate(
+            engine, PROPOSERS[proposer]([*prompt, *wanted], number), prompt, max_new_tokens=40, budget=next(budgets)
+        )
+        check_same(model, prompt, emitted(rounds), wanted)
+        check_same(model, prompt, list(decode(engine, prompt, max_new_tokens=40)), wanted)
 
 
 @pytest.mark.usefixtures("uncompiled")
