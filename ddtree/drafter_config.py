@@ -9,18 +9,25 @@ acceptance without any error.
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, get_args
 
-from qwen_gdn.config import read_config
+from qwen_gdn.stated import MOST_LAYERS, Stated, check_real, check_whole, read_config, shown
 
 AttentionType = Literal["sliding_attention", "full_attention"]
 
+_WHAT = "drafter config"
 _ARCHITECTURE = "DFlashDraftModel"
+_MOST_ROWS = 1 << 10  # of a block: the head's output for one takes a gigabyte
+_MOST_WINDOW = 2**31 - 1
 # Keys that would change the arithmetic if set to anything else.
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     "model_type": ("qwen3", None),
     "hidden_act": ("silu", None),
     "attention_bias": (False, None),
+    "mlp_bias": (False, None),
+    "num_experts": (0, None),
+    "num_local_experts": (0, None),
+    "partial_rotary_factor": (1, None),
     "projector_type": ("dflash", None),
     "speculators_model_type": (None,),
     "markov_rank": (None,),
@@ -28,11 +35,9 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "conv_kernel_size": (None,),
     "output_multiplier": (1, None),
     "input_embedding_scale": (1, None),
+    "attn_logit_softcapping": (None, 0),
     "final_logit_softcapping": (None, 0),
-    "quantization_config": (None,),
 }
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -67,8 +72,9 @@ class DFlashConfig:
 
     def __post_init__(self) -> None:
         for name in _SIZES:
-            if getattr(self, name) < 1:
-                raise _error(f"{name} must be at least 1, got {getattr(self, name)}")
+            check_whole(_WHAT, name, getattr(self, name))
+        check_whole(_WHAT, "num_attention_heads * head_dim", self.num_attention_heads * self.head_dim)
+        check_whole(_WHAT, "target_layer_ids * hidden_size", max(1, len(self.target_layer_ids)) * self.hidden_size)
         if self.num_attention_heads % self.num_key_value_heads:
             raise _error(
                 f"num_attention_heads {self.num_attention_heads} is no multiple of "
@@ -76,11 +82,9 @@ class DFlashConfig:
             )
         if self.head_dim % 2:
             raise _error(f"head_dim must be even, for rotary pairs, got {self.head_dim}")
-        for name in ("rope_theta", "rms_norm_eps"):
-            if not getattr(self, name) > 0:
-                raise _error(f"{name} must be positive, got {getattr(self, name)}")
-        if self.block_size < 2:
-            raise _error(f"block_size must be at least 2, the root and one draft, got {self.block_size}")
+        check_real(_WHAT, "rope_theta", self.rope_theta, 1, 1e30)
+        check_real(_WHAT, "rms_norm_eps", self.rms_norm_eps, 1e-30, 1)
+        check_whole(_WHAT, "block_size", self.block_size, 2, _MOST_ROWS)
         if not 0 <= self.mask_token_id < self.vocab_size:
             raise _error(f"mask_token_id {self.mask_token_id} is outside the vocabulary of {self.vocab_size}")
         _check_layer_types(self.layer_types, self.sliding_window)
@@ -104,9 +108,9 @@ class DFlashConfig:
 
         Raises:
             FileNotFoundError: there is no such file.
-            ValueError: it is not a config this drafter implements (the key is named).
+            ValueError: it is not a config this drafter implements (file and key are named).
         """
-        return cls.from_dict(read_config(path))
+        return read_config(path, cls.from_dict)
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> "DFlashConfig":
@@ -115,18 +119,21 @@ class DFlashConfig:
         Raises:
             ValueError: a key is missing, null, contradictory or asks for arithmetic not implemented here.
         """
-        table = dict(raw) | _nested(raw, "dflash_config")
-        _check_supported(table)
+        root = Stated(_WHAT, raw)
+        nested = root.inner("dflash_config")
+        for part in (root, nested):
+            _check_supported(part)
+        table = Stated(_WHAT, dict(raw) | dict(nested.table))
         types = _layer_types(table)
         return cls(
-            **{name: _need(table, name, int) for name in _COPIED},
-            rms_norm_eps=_need(table, "rms_norm_eps", float),
+            **{name: table.need(name, int) for name in _COPIED},
+            rms_norm_eps=table.need("rms_norm_eps", float),
             rope_theta=_rope_theta(table),
             layer_types=types,
-            sliding_window=_need(table, "sliding_window", int) if "sliding_attention" in types else None,
-            is_causal=_maybe(table, "is_causal", bool),
+            sliding_window=table.need("sliding_window", int) if "sliding_attention" in types else None,
+            is_causal=table.maybe("is_causal", bool),
             target_layer_ids=_layer_ids(table),
-            num_target_layers=_maybe(table, "num_target_layers", int),
+            num_target_layers=table.maybe("num_target_layers", int),
         )
 
 
@@ -159,83 +166,56 @@ def check_layer_ids(ids: tuple[int, ...], count: int | None) -> None:
 
 
 def _error(message: str) -> ValueError:
-    return ValueError(f"drafter config: {message}")
+    return ValueError(f"{_WHAT}: {message}")
 
 
 def _check_layer_types(types: tuple[AttentionType, ...], window: int | None) -> None:
     if not types:
         raise _error("layer_types is empty; a drafter has at least one layer")
+    check_whole(_WHAT, "num_hidden_layers", len(types), most=MOST_LAYERS)
     for kind in types:
         if kind not in get_args(AttentionType):
-            raise _error(f"layer_types names {kind!r}; known are {', '.join(get_args(AttentionType))}")
-    if "sliding_attention" in types and (window is None or window < 1):
-        raise _error(f"sliding layers need a sliding_window of at least 1, got {window}")
+            raise _error(f"layer_types names {shown(kind)}; known are {', '.join(get_args(AttentionType))}")
+    if "sliding_attention" in types:
+        check_whole(_WHAT, "sliding_window", window, most=_MOST_WINDOW)
 
 
-def _nested(raw: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """What an optional nested object states; a null states nothing."""
-    value = raw.get(key)
-    if not isinstance(value, Mapping | None):
-        raise _error(f"{key} must be an object, got {value!r}")
-    return {name: stated for name, stated in (value or {}).items() if stated is not None}
-
-
-def _need(table: Mapping[str, Any], key: str, kind: type[T]) -> T:
-    value = _maybe(table, key, kind)
-    if value is None:
-        raise _error(f"{key} is missing or null; it has no safe default, so state it in config.json")
-    return value
-
-
-def _maybe(table: Mapping[str, Any], key: str, kind: type[T]) -> T | None:
-    value = table.get(key)
-    if value is None:
-        return None
-    accepted = (int, float) if kind is float else (kind,)
-    if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
-        raise _error(f"{key} must be of type {kind.__name__}, got {value!r}")
-    return kind(value)  # type: ignore[call-arg]
-
-
-def _check_supported(table: Mapping[str, Any]) -> None:
-    names = table.get("architectures") or [_ARCHITECTURE]
+def _check_supported(table: Stated) -> None:
+    names = table.maybe("architectures", list) or [_ARCHITECTURE]
     if names != [_ARCHITECTURE]:
-        raise _error(f"architectures {names!r} is not supported; supported is {_ARCHITECTURE}")
-    for key, accepted in _NEUTRAL.items():
-        if table.get(key) not in accepted:
-            raise _error(f"{key} {table[key]!r} is not supported; {_ARCHITECTURE} has {accepted[0]!r} here")
+        raise _error(f"architectures {shown(names)} is not supported; supported is {_ARCHITECTURE}")
+    table.refuse_quantised()
+    table.refuse_others(_NEUTRAL)
 
 
-def _rope_theta(table: Mapping[str, Any]) -> float:
-    """The rotary base: what `rope_parameters` states wins over flat `rope_theta` and `rope_scaling`."""
-    nested, flat = _nested(table, "rope_parameters"), _nested(table, "rope_scaling")
-    kinds = [part[key] for part in (nested, flat) for key in ("rope_type", "type") if key in part]
-    if kinds and kinds[0] != "default":
-        raise _error(f"rope_type {kinds[0]!r} is not supported; this drafter implements 'default'")
-    merged = dict(table) | nested
-    if merged.get("partial_rotary_factor") not in (1, None):
-        raise _error(f"partial_rotary_factor {merged['partial_rotary_factor']!r} is not supported; it must be 1")
-    return _need(merged, "rope_theta", float)
+def _rope_theta(table: Stated) -> float:
+    """The rotary base: what `rope_parameters` states wins over flat `rope_theta`. Neither place may scale."""
+    nested = table.inner("rope_parameters")
+    for part in (nested, table.inner("rope_scaling")):
+        part.refuse_scaled_rope()
+        part.refuse_others(_NEUTRAL)
+    return Stated(_WHAT, dict(table.table) | dict(nested.table)).need("rope_theta", float)
 
 
-def _layer_types(table: Mapping[str, Any]) -> tuple[AttentionType, ...]:
-    count = _need(table, "num_hidden_layers", int)
-    types, slides = table.get("layer_types"), _maybe(table, "use_sliding_window", bool)
+def _layer_types(table: Stated) -> tuple[AttentionType, ...]:
+    count = table.need("num_hidden_layers", int)
+    check_whole(_WHAT, "num_hidden_layers", count, most=MOST_LAYERS)
+    types, slides = table.maybe("layer_types", list), table.maybe("use_sliding_window", bool)
     if types is None and slides:
         raise _error("use_sliding_window is true but layer_types is missing; state the type of every layer")
     if types is None:
         types = ["full_attention"] * count
-    if not isinstance(types, list | tuple) or len(types) != count:
-        raise _error(f"layer_types must list num_hidden_layers = {count} types, got {types!r}")
+    if len(types) != count:
+        raise _error(f"layer_types must list num_hidden_layers = {count} types, got {len(types)}; correct one")
     if "sliding_attention" in types and slides is False:
         raise _error("layer_types names sliding_attention but use_sliding_window is false; correct one")
     return tuple(types)
 
 
-def _layer_ids(table: Mapping[str, Any]) -> tuple[int, ...]:
-    ids = table.get("target_layer_ids")
+def _layer_ids(table: Stated) -> tuple[int, ...]:
+    ids = table.table.get("target_layer_ids")
     if ids is None:
         raise _error("target_layer_ids is missing or null; it cannot be inferred, so state it in config.json")
     if not isinstance(ids, list | tuple) or any(isinstance(i, bool) or not isinstance(i, int) for i in ids):
-        raise _error(f"target_layer_ids must be a list of integers, got {ids!r}")
+        raise _error(f"target_layer_ids must be a list of integers, got {shown(ids)}")
     return tuple(ids)

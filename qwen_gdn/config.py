@@ -4,28 +4,22 @@ Architecture facts have no defaults: a missing key is an error that names it, si
 yields a model that runs and is wrong.
 """
 
-import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, get_args
+
+from .stated import MOST_LAYERS, Stated, check_real, check_whole, read_config, shown
+from .supported import check_supported
 
 LayerType = Literal["linear_attention", "full_attention"]
 OutputGate = Literal["silu", "sigmoid"]
 
-_MODEL_TYPES = ("qwen3_5", "qwen3_5_text")
+_WHAT = "config"
+_MOST_POSITIONS = 2**31 - 1
 # Published names of the activation on the delta layers' z gate; absent means silu.
 _OUTPUT_GATES: dict[str, OutputGate] = {"silu": "silu", "swish": "silu", "sigmoid": "sigmoid"}
-# Keys that would change the arithmetic if set to anything else.
-_REQUIRED_VALUES: dict[str, tuple[object, ...]] = {
-    "hidden_act": ("silu",),
-    "attn_output_gate": (True, None),
-    "attention_bias": (False, None),
-    "rope_scaling": (None,),
-    "num_experts": (0, None),
-}
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -62,14 +56,16 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         for name in _SIZES:
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"config: {name} must be a positive integer, got {value!r}")
+            check_whole(_WHAT, name, getattr(self, name))
+        check_whole(_WHAT, "num_attention_heads * head_dim", self.num_attention_heads * self.head_dim)
+        check_whole(_WHAT, "linear_num_key_heads * linear_key_head_dim", self.key_dim)
+        check_whole(_WHAT, "linear_num_value_heads * linear_value_head_dim", self.value_dim)
         if not self.layer_types:
             raise ValueError("config: layer_types is empty; a model has at least one layer")
+        check_whole(_WHAT, "num_hidden_layers", self.num_hidden_layers, most=MOST_LAYERS)
         for kind in self.layer_types:
             if kind not in get_args(LayerType):
-                raise ValueError(f"config: layer_types names {kind!r}; known are {', '.join(get_args(LayerType))}")
+                raise ValueError(f"config: layer_types names {shown(kind)}; known are {', '.join(get_args(LayerType))}")
         for heads, groups in (
             ("num_attention_heads", "num_key_value_heads"),
             ("linear_num_value_heads", "linear_num_key_heads"),
@@ -78,14 +74,14 @@ class ModelConfig:
                 raise ValueError(
                     f"config: {heads} {getattr(self, heads)} is no multiple of {groups} {getattr(self, groups)}"
                 )
-        if not self.rope_theta > 0:
-            raise ValueError(f"config: rope_theta must be positive, got {self.rope_theta!r}")
-        if not self.rms_norm_eps >= 0:
-            raise ValueError(f"config: rms_norm_eps must not be negative, got {self.rms_norm_eps!r}")
+        check_real(_WHAT, "rope_theta", self.rope_theta, 1, 1e30)
+        check_real(_WHAT, "rms_norm_eps", self.rms_norm_eps, 0, 1)
         if self.rotary_dim % 2 or self.rotary_dim > self.head_dim:
             raise ValueError(
                 f"config: rotary dimension {self.rotary_dim} must be even and at most head_dim {self.head_dim}"
             )
+        if self.max_position_embeddings is not None:
+            check_whole(_WHAT, "max_position_embeddings", self.max_position_embeddings, most=_MOST_POSITIONS)
 
     @property
     def num_hidden_layers(self) -> int:
@@ -112,9 +108,9 @@ class ModelConfig:
 
         Raises:
             FileNotFoundError: there is no such file.
-            ValueError: it is not a config this model implements (the key is named).
+            ValueError: it is not a config this model implements (file and key are named).
         """
-        return cls.from_dict(read_config(path))
+        return read_config(path, cls.from_dict)
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> "ModelConfig":
@@ -123,21 +119,22 @@ class ModelConfig:
         Raises:
             ValueError: a key is missing, null, contradictory or asks for arithmetic not implemented here.
         """
-        text = raw.get("text_config", raw)
-        if not isinstance(text, Mapping):
-            raise ValueError(f"config: text_config must be an object, got {type(text).__name__}")
-        _check_supported(raw, text)
-        rope = _rope(text)
+        root = Stated(_WHAT, raw)
+        text = root if "text_config" not in raw else Stated(_WHAT, _text_config(raw))
+        check_supported(root, text, _TEXT_KEYS)
+        rope = text.inner("rope_parameters")
+        rope.refuse_scaled_rope()
+        head_dim = text.need("head_dim", int)
         return cls(
-            **{name: _need(text, name, int) for name in _COPIED_SIZES},
+            **{name: text.need(name, int) for name in _COPIED_SIZES},
             layer_types=_layer_types(text),
-            rms_norm_eps=_need(text, "rms_norm_eps", float),
-            rope_theta=_need(rope, "rope_theta", float),
-            rotary_dim=_rotary_dim(_need(text, "head_dim", int), _need(rope, "partial_rotary_factor", float)),
+            rms_norm_eps=text.need("rms_norm_eps", float),
+            rope_theta=_rotary(text, rope, "rope_theta"),
+            rotary_dim=_rotary_dim(head_dim, _rotary(text, rope, "partial_rotary_factor")),
             output_gate=_output_gate(text),
-            tie_word_embeddings=_tied(raw, text),
-            eos_token_ids=token_ids(text.get("eos_token_id", raw.get("eos_token_id")), "eos_token_id"),
-            max_position_embeddings=text.get("max_position_embeddings"),
+            tie_word_embeddings=_tied(root, text),
+            eos_token_ids=token_ids(text.table.get("eos_token_id", raw.get("eos_token_id")), "config: eos_token_id"),
+            max_position_embeddings=text.maybe("max_position_embeddings", int),
         )
 
 
@@ -157,100 +154,86 @@ _COPIED_SIZES = (
 _SIZES = (*_COPIED_SIZES, "rotary_dim")
 
 
-def read_config(path: str | Path) -> dict[str, Any]:
-    """The parsed `config.json` of a folder; ValueError names the file if it is no JSON object."""
-    file = Path(path) / "config.json"
-    try:
-        raw = json.loads(file.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{file} is not valid JSON: {error}") from None
-    if not isinstance(raw, dict):
-        raise ValueError(f"{file} must hold a JSON object, got {type(raw).__name__}")
-    return raw
+# What belongs to the text part, and must not be contradicted where the root states it too.
+_TEXT_KEYS = (
+    *_COPIED_SIZES,
+    "num_hidden_layers",
+    "layer_types",
+    "full_attention_interval",
+    "rms_norm_eps",
+    "rope_parameters",
+    "rope_theta",
+    "partial_rotary_factor",
+    "output_gate_type",
+    "max_position_embeddings",
+)
 
 
-def token_ids(value: object, key: str) -> tuple[int, ...]:
-    """Token ids that a config states as one int, a list of ints, or null."""
+def token_ids(value: object, what: str) -> tuple[int, ...]:
+    """Token ids stated as one int, a list of ints, or null; ValueError begins with `what` they are."""
     ids = [] if value is None else value if isinstance(value, list) else [value]
     for i in ids:
         if not isinstance(i, int) or isinstance(i, bool):
-            raise ValueError(f"config: {key} must be an integer, a list of integers or null, got {value!r}")
+            raise ValueError(f"{what} must be an integer, a list of integers or null, got {shown(value)}")
     return tuple(ids)
 
 
-def _need(table: Mapping[str, Any], key: str, kind: type[T]) -> T:
-    value = table.get(key)
-    if value is None:
-        raise ValueError(f"config: {key} is missing or null; it has no safe default, so state it in config.json")
-    accepted = (int, float) if kind is float else (kind,)
-    if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
-        raise ValueError(f"config: {key} must be of type {kind.__name__}, got {value!r}")
-    return kind(value)  # type: ignore[call-arg]
+def _text_config(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    text = raw["text_config"]
+    if not isinstance(text, Mapping):
+        raise ValueError(f"config: text_config must be an object, got {type(text).__name__}")
+    return text
 
 
-def _check_supported(raw: Mapping[str, Any], text: Mapping[str, Any]) -> None:
-    model_type = text.get("model_type", raw.get("model_type"))
-    if model_type not in _MODEL_TYPES:
-        raise ValueError(f"config: model_type {model_type!r} is not supported; supported are {', '.join(_MODEL_TYPES)}")
-    for key, accepted in _REQUIRED_VALUES.items():
-        if key in text and text[key] not in accepted:
-            raise ValueError(f"config: {key} {text[key]!r} is not supported; this model implements {accepted[0]!r}")
-    if any(table.get("quantization_config") is not None for table in (raw, text)):
-        raise ValueError(
-            "config: quantization_config is set; quantised checkpoints are not supported, use the BF16 one"
-        )
-
-
-def _rope(text: Mapping[str, Any]) -> dict[str, Any]:
-    """Rotary parameters: those nested under `rope_parameters` win over flat ones."""
-    nested = text.get("rope_parameters") or {}
-    if not isinstance(nested, Mapping):
-        raise ValueError(f"config: rope_parameters must be an object, got {nested!r}")
-    kind = nested.get("rope_type", nested.get("type", "default"))
-    if kind != "default":
-        raise ValueError(f"config: rope_type {kind!r} is not supported; this model implements 'default'")
-    flat = {key: text[key] for key in ("rope_theta", "partial_rotary_factor") if text.get(key) is not None}
-    return flat | {key: value for key, value in nested.items() if value is not None}
+def _rotary(text: Stated, rope: Stated, key: str) -> float:
+    """A rotary parameter, stated in `rope_parameters`, flat beside it, or with one value in both."""
+    nested, flat = rope.maybe(key, float), text.maybe(key, float)
+    if nested is not None and flat is not None and nested != flat:
+        raise text.error(f"{key} is {flat!r}, but {nested!r} in rope_parameters; state it there alone")
+    return text.need(key, float) if nested is None else nested
 
 
 def _rotary_dim(head_dim: int, factor: float) -> int:
-    return int(head_dim * factor)
+    check_whole(_WHAT, "head_dim", head_dim)
+    exact = head_dim * factor
+    if not math.isfinite(exact) or not math.isclose(exact, round(exact), rel_tol=1e-9):
+        raise ValueError(
+            f"config: partial_rotary_factor {factor!r} of head_dim {head_dim} is {exact:g} dimensions, "
+            "but a whole and even number rotates; correct one"
+        )
+    return round(exact)
 
 
-def _layer_types(text: Mapping[str, Any]) -> tuple[LayerType, ...]:
-    count = _need(text, "num_hidden_layers", int)
-    types = text.get("layer_types")
-    if not isinstance(types, list | tuple):
-        raise ValueError("config: layer_types is missing; state the mixer of every layer in config.json")
+def _layer_types(text: Stated) -> tuple[LayerType, ...]:
+    count = text.need("num_hidden_layers", int)
+    types = text.need("layer_types", list)
     if len(types) != count:
-        raise ValueError(f"config: layer_types has {len(types)} entries, num_hidden_layers says {count}")
-    interval = text.get("full_attention_interval")
+        raise text.error(f"layer_types has {len(types)} entries, num_hidden_layers says {count}; correct one")
+    interval = text.maybe("full_attention_interval", int)
     if interval is not None:
-        if not isinstance(interval, int) or interval < 1:
-            raise ValueError(f"config: full_attention_interval must be a positive integer, got {interval!r}")
+        check_whole(_WHAT, "full_attention_interval", interval)
         for i, kind in enumerate(types):
             if (kind == "full_attention") != ((i + 1) % interval == 0):
-                raise ValueError(
-                    f"config: layer_types[{i}] {kind!r} contradicts full_attention_interval {interval}; "
+                raise text.error(
+                    f"layer_types[{i}] {shown(kind)} contradicts full_attention_interval {interval}; "
                     "correct one, or drop the interval"
                 )
     return tuple(types)
 
 
-def _output_gate(text: Mapping[str, Any]) -> OutputGate:
-    name = text.get("output_gate_type")
+def _output_gate(text: Stated) -> OutputGate:
+    name = text.maybe("output_gate_type", str)
     if name is None:
         return "silu"
     if name not in _OUTPUT_GATES:
-        raise ValueError(f"config: output_gate_type {name!r} is not supported; known are {', '.join(_OUTPUT_GATES)}")
+        raise text.error(f"output_gate_type {shown(name)} is not supported; known are {', '.join(_OUTPUT_GATES)}")
     return _OUTPUT_GATES[name]
 
 
-def _tied(raw: Mapping[str, Any], text: Mapping[str, Any]) -> bool:
+def _tied(root: Stated, text: Stated) -> bool:
     """The tie flag stands at the root, in the text part, or in both; both must agree."""
     key = "tie_word_embeddings"
-    flags = {_need(table, key, bool) for table in (raw, text) if table.get(key) is not None}
-    if len(flags) != 1:
-        found = "differs between the root and text_config" if flags else "is missing"
-        raise ValueError(f"config: {key} {found}; state one value")
-    return flags.pop()
+    outer, inner = root.maybe(key, bool), text.maybe(key, bool)
+    if outer is not None and inner is not None and outer != inner:
+        raise root.error(f"{key} is {outer} at the root, but {inner} in text_config; state one value")
+    return root.need(key, bool) if inner is None else inner

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -86,16 +87,26 @@ def test_rotary_keys_are_read_nested_first_then_flat_and_never_defaulted(key: st
         ModelConfig.from_dict(raw | {"rope_parameters": nested})
     flat = ModelConfig.from_dict(raw | {"rope_parameters": nested, key: value})
     assert flat == ModelConfig.from_dict(raw)
-    assert ModelConfig.from_dict(raw | {key: value / 2}) == flat
+    assert ModelConfig.from_dict(raw | {key: value}) == flat
     without = {k: v for k, v in raw.items() if k != "rope_parameters"}
     assert ModelConfig.from_dict(without | {"rope_theta": 1e4, "partial_rotary_factor": 0.25}) == flat
+
+
+@pytest.mark.parametrize(("key", "value"), [("rope_theta", 1), ("partial_rotary_factor", 0.5)])
+def test_rotary_keys_stated_twice_must_agree(key: str, value: float) -> None:
+    raw = tiny_raw()
+    nested = raw["rope_parameters"][key]
+    with pytest.raises(ValueError, match=f"{key} is {float(value)}, but {nested} in rope_parameters"):
+        ModelConfig.from_dict(raw | {key: value})
+    for flat in (math.nan, math.inf):
+        with pytest.raises(ValueError, match=f"{key} must be a finite number"):
+            ModelConfig.from_dict(raw | {key: flat})
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "unknown layer": ({"layer_types": ["linear_attention", "mamba"], "num_hidden_layers": 2}, "mamba"),
     "short layer list": ({"num_hidden_layers": 9}, "8.*9"),
     "no layers": ({"layer_types": [], "num_hidden_layers": 0}, "layer_types"),
-    "layer list of another type": ({"layer_types": "linear_attention"}, "layer_types"),
     "interval contradicts the list": ({"full_attention_interval": 3}, r"layer_types\[2\].*3"),
     "interval of zero": ({"full_attention_interval": 0}, "full_attention_interval.*0"),
     "negative interval": ({"full_attention_interval": -4}, "full_attention_interval.*-4"),
@@ -121,6 +132,37 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "odd rotary dimension": ({"head_dim": 20}, "5.*20"),
     "rotary wider than the head": ({"partial_rotary_factor": 1.5}, "24.*16"),
     "negative theta": ({"rope_theta": -1.0}, "rope_theta.*-1"),
+    "theta below one": ({"rope_theta": 0.5}, "rope_theta.*0.5"),
+    "infinite theta": ({"rope_theta": math.inf}, "rope_theta.*inf"),
+    "theta that is no number": ({"rope_theta": math.nan}, "rope_theta must be a finite number, got nan"),
+    "theta beyond floats": ({"rope_theta": 10**400}, "rope_theta must be a finite number"),
+    "infinite rotary factor": ({"partial_rotary_factor": math.inf}, "partial_rotary_factor must be a finite"),
+    "rotary factor that is no number": ({"partial_rotary_factor": math.nan}, "partial_rotary_factor must be a finite"),
+    "rotary factor beyond floats": ({"partial_rotary_factor": 1e308}, "partial_rotary_factor 1e\\+308"),
+    "rotary factor of no whole dimension": ({"partial_rotary_factor": 0.26}, "partial_rotary_factor 0.26.*16.*4.16"),
+    "two kinds of rope": ({"rope_parameters": tiny_raw()["rope_parameters"] | {"type": "linear"}}, "'linear'"),
+    "infinite epsilon": ({"rms_norm_eps": math.inf}, "rms_norm_eps must be a finite number, got inf"),
+    "epsilon that is no number": ({"rms_norm_eps": math.nan}, "rms_norm_eps must be a finite number, got nan"),
+    "epsilon beyond floats": ({"rms_norm_eps": 10**400}, "rms_norm_eps must be a finite number"),
+    "epsilon that outweighs all values": ({"rms_norm_eps": 1e39}, "rms_norm_eps.*1e\\+39"),
+    "size beyond tensors": ({"head_dim": 10**30}, "head_dim must be an integer from 1 to 16777216"),
+    "size beyond words": ({"hidden_size": 10**5000}, "hidden_size.*bits"),
+    "width beyond tensors": ({"num_attention_heads": 1 << 22}, "num_attention_heads . head_dim .*67108864"),
+    "layers beyond reason": ({"layer_types": ["full_attention"] * 5000, "num_hidden_layers": 5000}, "num_hidden.*5000"),
+    "layer types as text": ({"layer_types": "linear_attention"}, "layer_types must be of type list.*'linear_att"),
+    "layer type of no name": ({"layer_types": [[]], "num_hidden_layers": 1}, r"layer_types names \[\]"),
+    "output gate of no name": ({"output_gate_type": []}, r"output_gate_type must be of type str, got \[\]"),
+    "context as text": ({"max_position_embeddings": "x"}, "max_position_embeddings must be of type int, got 'x'"),
+    "context as fraction": ({"max_position_embeddings": 2.5}, "max_position_embeddings .*2.5"),
+    "context that is no number": ({"max_position_embeddings": math.nan}, "max_position_embeddings .*nan"),
+    "negative context": ({"max_position_embeddings": -5}, "max_position_embeddings .*-5"),
+    "sliding window": ({"sliding_window": 128}, "sliding_window 128"),
+    "flag of a sliding window": ({"use_sliding_window": True}, "use_sliding_window True"),
+    "softcapped logits": ({"final_logit_softcapping": 30}, "final_logit_softcapping 30"),
+    "softcapped attention": ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping 50"),
+    "experts by their other name": ({"num_local_experts": 8}, "num_local_experts 8"),
+    "another architecture": ({"architectures": ["Qwen3NextForCausalLM"]}, "architectures 'Qwen3NextForCausalLM'"),
+    "architectures as text": ({"architectures": "Qwen3_5ForCausalLM"}, "architectures must be of type list"),
     "negative epsilon": ({"rms_norm_eps": -1e-6}, "rms_norm_eps.*-1e-06"),
     "eos as text": ({"eos_token_id": "</s>"}, "eos_token_id"),
     "eos in a nested list": ({"eos_token_id": [[1]]}, "eos_token_id"),
@@ -134,6 +176,39 @@ def test_what_is_not_understood_is_refused_in_one_line(name: str) -> None:
     with pytest.raises(ValueError, match=words) as error:
         ModelConfig.from_dict(tiny_raw(**rope) | changes)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"num_experts": 8}, "num_experts 8"),
+        ({"sliding_window": 128}, "sliding_window 128"),
+        ({"hidden_size": 64}, "hidden_size is 64 at the root, but 32 in text_config"),
+        ({"max_position_embeddings": 7}, "max_position_embeddings is 7 at the root, but None in text_config"),
+        ({"rope_parameters": {"rope_theta": 5}}, "rope_parameters is .* at the root"),
+        ({"model_type": "llama"}, "model_type 'llama'"),
+        ({"architectures": ["LlamaForCausalLM"]}, "architectures 'LlamaForCausalLM'"),
+    ],
+)
+def test_the_root_may_not_contradict_the_text_part(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        ModelConfig.from_dict({"text_config": tiny_raw()} | changes)
+
+
+def test_the_root_may_repeat_the_text_part() -> None:
+    raw = tiny_raw()
+    assert ModelConfig.from_dict(raw | {"text_config": raw}) == ModelConfig.from_dict(raw)
+    null = dict.fromkeys((*raw, "architectures", "num_experts"))
+    assert ModelConfig.from_dict(null | {"text_config": raw}) == ModelConfig.from_dict(raw)
+
+
+@pytest.mark.parametrize("name", ["Qwen3_5ForConditionalGeneration", "Qwen3_5ForCausalLM"])
+def test_published_architectures_are_read(name: str) -> None:
+    assert ModelConfig.from_dict(tiny_raw(architectures=[name])) == ModelConfig.from_dict(tiny_raw())
+
+
+def test_a_rotary_factor_may_be_a_rounded_fraction() -> None:
+    assert ModelConfig.from_dict(tiny_raw(head_dim=96, partial_rotary_factor=1 / 3)).rotary_dim == 32
 
 
 def test_quantisation_is_seen_at_the_root_and_in_the_text_part() -> None:
@@ -175,9 +250,23 @@ def test_unknown_keys_without_meaning_for_the_arithmetic_are_ignored() -> None:
 def test_folders_without_a_readable_config_are_refused_by_file_name(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"config\.json"):
         ModelConfig.from_folder(tmp_path)
-    for text in ("{", "[1, 2]", "null", "\x00"):
+    for text in ("{", "[1, 2]", "null", "\x00", '{"a": ' * 100_000, '{"a": [{"b": 1, "b": 2}]}', '{"vocab_size": "x"}'):
         (tmp_path / "config.json").write_text(text)
-        with pytest.raises(ValueError, match=r"config\.json"):
+        with pytest.raises(ValueError, match=rf"{tmp_path}/config\.json") as error:
             ModelConfig.from_folder(tmp_path)
+        assert "\n" not in str(error.value)
     (tmp_path / "config.json").write_text(json.dumps(tiny_raw()))
     assert ModelConfig.from_folder(str(tmp_path)) == ModelConfig.from_dict(tiny_raw())
+
+
+def test_a_key_stated_twice_is_refused_by_name_whatever_its_values(tmp_path: Path) -> None:
+    text = json.dumps(tiny_raw())
+    (tmp_path / "config.json").write_text(text[:-1] + ', "rms_norm_eps": 0.5}')
+    with pytest.raises(ValueError, match=r"config\.json .*'rms_norm_eps' stands there twice"):
+        ModelConfig.from_folder(tmp_path)
+
+
+def test_long_values_are_cut_in_errors() -> None:
+    with pytest.raises(ValueError, match="vocab_size") as error:
+        ModelConfig.from_dict(tiny_raw(vocab_size="9" * 10**6))
+    assert len(str(error.value)) < 200

@@ -1,6 +1,7 @@
 """Reading a drafter's config: both published schemas, what wins over what, and one-line refusals."""
 
 import json
+import math
 from dataclasses import FrozenInstanceError
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,10 @@ def test_the_config_of_a_published_27b_drafter_is_read() -> None:
 def test_a_folder_is_read_through_its_config_json(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(raw_config()))
     assert DFlashConfig.from_folder(tmp_path) == DFlashConfig.from_dict(raw_config())
+    for text in ("{", '{"a": ' * 100_000, json.dumps(raw_config())[:-1] + ', "head_dim": 6}', "{}"):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(ValueError, match=rf"{tmp_path}/config\.json"):
+            DFlashConfig.from_folder(tmp_path)
 
 
 def test_a_config_is_frozen() -> None:
@@ -123,11 +128,33 @@ def test_the_rotary_base_is_read_nested_first_and_never_guessed() -> None:
     assert DFlashConfig.from_dict(raw_config(rope_theta=5.0)).rope_theta == 10_000
     assert DFlashConfig.from_dict(raw_config(rope_parameters={"rope_theta": 7})).rope_theta == 7
     assert DFlashConfig.from_dict(bare | {"rope_theta": 5}).rope_theta == 5
-    assert DFlashConfig.from_dict(raw_config(rope_scaling={"rope_type": "yarn", "factor": 32})).rope_theta == 10_000
     assert "rope_theta is missing" in refusal(bare)
     assert "rope_theta is missing" in refusal(raw_config(rope_parameters={"rope_type": "default"}))
     assert "rope_theta is missing" in refusal(bare | {"rope_theta": None})
     assert "rope_theta" in refusal(bare | {"rope_theta": -1.0})
+
+
+@pytest.mark.parametrize("key", ["rope_theta", "rms_norm_eps"])
+@pytest.mark.parametrize("value", [math.inf, math.nan, 10**400], ids=["inf", "nan", "beyond floats"])
+def test_numbers_that_are_not_finite_are_refused_by_name(key: str, value: float) -> None:
+    bare = without("rope_parameters") | {"rope_theta": 1e4}
+    assert f"{key} must be a finite number" in refusal(bare | {key: value})
+
+
+@pytest.mark.parametrize("key", ["vocab_size", "hidden_size", "head_dim", "num_hidden_layers", "sliding_window"])
+def test_sizes_beyond_tensors_are_refused_by_name(key: str) -> None:
+    assert f"{key} must be an integer from 1 to" in refusal(raw_config(**{key: 10**30}))
+
+
+@pytest.mark.parametrize("rows", [10**7, 10**30])
+def test_blocks_beyond_memory_are_refused(rows: int) -> None:
+    assert "block_size must be an integer from 2 to 1024" in refusal(nested(block_size=rows))
+
+
+def test_absent_layer_types_do_not_spell_out_layers_beyond_reason() -> None:
+    bare = without("layer_types") | {"use_sliding_window": False}
+    assert "num_hidden_layers must be an integer" in refusal(bare | {"num_hidden_layers": 10**30})
+    assert "target_layer_ids * hidden_size" in refusal(raw_config(hidden_size=1 << 23))
 
 
 @pytest.mark.parametrize("key", ["rope_type", "type"])
@@ -137,6 +164,9 @@ def test_other_kinds_of_rotary_embedding_are_refused_by_name(kind: str, key: str
     assert repr(kind) in refusal(raw_config(rope_parameters=scaled))
     assert repr(kind) in refusal(without("rope_parameters") | {"rope_theta": 1e7, "rope_scaling": scaled})
     assert repr(kind) in refusal(raw_config(rope_parameters={"rope_theta": 1e7}, rope_scaling=scaled))
+    plain = {"rope_theta": 1e7, "rope_type": "default"}
+    assert repr(kind) in refusal(raw_config(rope_parameters=plain, rope_scaling=scaled))
+    assert repr(kind) in refusal(raw_config(rope_parameters=plain | {"type": kind}))
 
 
 def test_absent_layer_types_mean_full_attention_unless_a_window_is_asked_for() -> None:
@@ -212,6 +242,8 @@ def test_other_architectures_are_refused_by_name(name: str) -> None:
         ("markov_rank", 256),
         ("speculators_model_type", "dspark"),
         ("quantization_config", {"quant_method": "fp8"}),
+        ("num_experts", 8),
+        ("partial_rotary_factor", 0.5),
     ],
 )
 def test_keys_that_ask_for_other_arithmetic_are_refused(key: str, value: object) -> None:
@@ -234,4 +266,5 @@ def test_extensions_are_refused_in_either_place_and_their_neutral_values_are_not
 ) -> None:
     assert key in refusal(nested(**{key: value}))
     assert key in refusal(raw_config(**{key: value}))
+    assert key in refusal(nested(**{key: neutral}) | {key: value})
     assert DFlashConfig.from_dict(nested(**{key: neutral})) == DFlashConfig.from_dict(raw_config())
