@@ -21,6 +21,9 @@ _MOST_POSITIONS = 2**31 - 1
 # Published names of the activation on the delta layers' z gate; absent means silu.
 _OUTPUT_GATES: dict[str, OutputGate] = {"silu": "silu", "swish": "silu", "sigmoid": "sigmoid"}
 
+# transformers writes this flat into every config it saves; what it computes with is in rope_parameters.
+_WRITTEN_UNASKED = {"partial_rotary_factor": 0.25}
+
 
 @dataclass(frozen=True)
 class ModelConfig:
@@ -186,9 +189,9 @@ def _text_config(raw: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _rotary(text: Stated, rope: Stated, key: str) -> float:
-    """A rotary parameter, stated in `rope_parameters`, flat beside it, or with one value in both."""
+    """A rotary parameter, stated in `rope_parameters`, flat beside it, or with one value in both places."""
     nested, flat = rope.maybe(key, float), text.maybe(key, float)
-    if nested is not None and flat is not None and nested != flat:
+    if nested is not None and flat not in (None, nested, _WRITTEN_UNASKED.get(key)):
         raise text.error(f"{key} is {flat!r}, but {nested!r} in rope_parameters; state it there alone")
     return text.need(key, float) if nested is None else nested
 

@@ -207,6 +207,11 @@ def test_published_architectures_are_read(name: str) -> None:
     assert ModelConfig.from_dict(tiny_raw(architectures=[name])) == ModelConfig.from_dict(tiny_raw())
 
 
+def test_the_flat_rotary_factor_that_transformers_writes_unasked_says_nothing() -> None:
+    raw = tiny_raw(partial_rotary_factor=0.5)
+    assert ModelConfig.from_dict(raw | {"partial_rotary_factor": 0.25}).rotary_dim == 8
+
+
 def test_a_rotary_factor_may_be_a_rounded_fraction() -> None:
     assert ModelConfig.from_dict(tiny_raw(head_dim=96, partial_rotary_factor=1 / 3)).rotary_dim == 32
 
