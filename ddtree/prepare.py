@@ -5,7 +5,7 @@ No weights are read here, so a run that cannot be is refused at once.
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 
@@ -13,14 +13,13 @@ from qwen_gdn.config import ModelConfig
 from qwen_gdn.decode import checked_prompt
 from qwen_gdn.model import QwenGDN
 from weights import CheckpointError, Tokenizer, load_tokenizer, stop_ids
-from weights.files import CONFIG_FILES, read_json, resolve
+from weights.configs import read_config
+from weights.files import CONFIG_FILES, resolve
 
 from .arguments import UsageError
 from .drafter import DFlashDrafter
 from .drafter_config import DFlashConfig
 from .options import Options
-
-Config = TypeVar("Config", ModelConfig, DFlashConfig)
 
 
 class Job(NamedTuple):
@@ -37,37 +36,39 @@ def prepare(options: Options) -> Job:
 
     Raises:
         UsageError: options and checkpoints do not fit together.
-        CheckpointError: a checkpoint is absent or damaged.
-        ValueError: the template refuses the conversation, or the tokenizer names tokens that the target lacks.
+        CheckpointError: a checkpoint is absent or damaged, or its tokenizer names tokens that it lacks.
+        ValueError: the template refuses the conversation.
     """
     folder = resolve(options.target, "target", CONFIG_FILES)
     with torch.device("meta"):
-        target = QwenGDN(_config(ModelConfig, folder))
+        target = QwenGDN(read_config(ModelConfig, folder))
     if options.drafter is not None:
         _check_pairing(options.drafter, target)
     tokenizer = load_tokenizer(options.target)
+    _check_vocabulary(tokenizer, target.config.vocab_size, folder)
     prompt_ids = _prompt_ids(tokenizer, options)
     checked_prompt(target, prompt_ids, options.max_new_tokens)
     _check_context(len(prompt_ids), options.max_new_tokens, target.config.max_position_embeddings)
     return Job(tokenizer, prompt_ids, stop_ids(options.target, target.config), tuple(_notes(tokenizer, options)))
 
 
-def _config(kind: type[Config], folder: Path) -> Config:
-    raw = read_json(folder / "config.json")
-    try:
-        return kind.from_dict(raw)
-    except ValueError as error:
-        raise CheckpointError(f"{folder}: {error}") from None
-
-
 def _check_pairing(source: str, target: QwenGDN) -> None:
     folder = resolve(source, "drafter", CONFIG_FILES)
     with torch.device("meta"):
-        drafter = DFlashDrafter(_config(DFlashConfig, folder))
+        drafter = DFlashDrafter(read_config(DFlashConfig, folder))
     try:
         drafter.bind(target)
     except ValueError as error:
         raise UsageError(str(error)) from None
+
+
+def _check_vocabulary(tokenizer: Tokenizer, rows: int, folder: Path) -> None:
+    """A vocabulary may name fewer ids than the model has rows, which are often padded, but none beyond."""
+    if tokenizer.last_id >= rows:
+        raise CheckpointError(
+            f"{folder}: the tokenizer names token id {tokenizer.last_id}, which is outside the vocabulary [0, {rows}) "
+            "of config.json; use the tokenizer that belongs to the weights"
+        )
 
 
 def _prompt_ids(tokenizer: Tokenizer, options: Options) -> list[int]:

@@ -141,16 +141,23 @@ def test_a_drafter_of_another_target_is_bad_use(
 
 @pytest.mark.usefixtures("no_weights")
 @pytest.mark.parametrize("part", [0, 1])
-def test_a_damaged_config_is_a_failure_that_names_its_folder(refused: Refused, tmp_path: Path, part: int) -> None:
+def test_a_damaged_config_is_a_failure_that_names_its_file(refused: Refused, tmp_path: Path, part: int) -> None:
     pair = scribe.write_random_pair(tmp_path)
     ask = ["--target", pair[0], "--drafter", pair[1], "--prompt", "x"]
     file = pair[part] / "config.json"
     raw = json.loads(file.read_text())
     file.write_text(json.dumps(raw | {"rms_norm_eps": None}))
     message = refused(1, *ask)
-    assert str(pair[part]) in message and "rms_norm_eps is missing" in message
+    assert str(file) in message and "rms_norm_eps is missing" in message
     file.write_text("{\n")
     assert "cannot be read as JSON" in refused(1, *ask)
+    file.write_text('{"a": ' * 100_000)
+    assert f"{file} cannot be read as JSON: it is nested too deeply" in refused(1, *ask)
+    for key, value in (("head_dim", 10**30), ("rope_theta", float("inf"))):
+        rope = {"rope_parameters": raw["rope_parameters"] | {key: value}} if key == "rope_theta" else {key: value}
+        file.write_text(json.dumps(raw | rope))
+        message = refused(1, *ask)
+        assert str(file) in message and key in message
     file.unlink()
     assert f"{pair[part]} has no config.json" in refused(1, *ask)
 
@@ -180,6 +187,34 @@ def test_a_tokenizer_with_more_tokens_than_the_target_is_a_failure(refused: Refu
 
 
 @pytest.mark.usefixtures("no_weights")
+def test_a_tokenizer_with_ids_beyond_the_target_is_a_failure_even_if_it_has_few(
+    refused: Refused, tmp_path: Path
+) -> None:
+    folder = scribe.write_scribe(tmp_path)
+    file = folder / "tokenizer.json"
+    raw = json.loads(file.read_text())
+    raw["model"]["vocab"] = {name: i + 3000 for name, i in raw["model"]["vocab"].items()}
+    raw["added_tokens"] = [token | {"id": token["id"] + 3000} for token in raw["added_tokens"]]
+    file.write_text(json.dumps(raw))
+    message = refused(1, "--target", folder, "--prompt", "n", "--mode", "plain")
+    assert str(folder) in message and f"[0, {scribe.VOCAB})" in message and "the tokenizer names token id 32" in message
+
+
+@pytest.mark.usefixtures("no_weights")
+def test_a_context_that_is_no_number_is_a_failure(refused: Refused, tmp_path: Path) -> None:
+    folder = scribe.write_scribe(tmp_path, max_position_embeddings="x")
+    message = refused(1, "--target", folder, "--prompt", "n")
+    assert f"{folder}/config.json" in message and "max_position_embeddings must be of type int, got 'x'" in message
+
+
+@pytest.mark.usefixtures("no_weights")
+def test_a_template_that_fails_is_a_failure(refused: Refused, tmp_path: Path) -> None:
+    folder = scribe.write_scribe(tmp_path)
+    (folder / "chat_template.jinja").write_text("{{ 'x'.encode('foo') }}")
+    assert "unknown encoding: foo" in refused(1, "--target", folder, "--prompt", "x", "--chat")
+
+
+@pytest.mark.usefixtures("no_weights")
 def test_a_hub_that_does_not_answer_is_a_failure(refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
     def snapshot_download(repository: str, **how: object) -> str:
         raise OSError("no route\nto host")
@@ -201,7 +236,8 @@ def test_weights_that_are_no_numbers_are_a_failure(refused: Refused, tmp_path: P
     tensors = ck.target_tensors(config)
     tensors["norm.weight"].fill_(torch.nan)
     folder = scribe.write_tokenizer(ck.write(tmp_path, config, ck.as_stored(tensors)))
-    assert "greatest logit of row 0 is nan" in refused(1, "--target", folder, "--prompt", "n", "--mode", "plain")
+    message = refused(1, "--target", folder, "--prompt", "n", "--mode", "plain")
+    assert f"{folder}/model.safetensors: model.language_model.norm.weight has 32 values of 32 that are NaN" in message
 
 
 def test_an_interrupt_while_loading_is_one_line(

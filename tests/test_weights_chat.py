@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from vocabularies import CONTROL, byte_level
 
-from weights import CheckpointError, Tokenizer, load_tokenizer
+from weights import ChatTemplate, CheckpointError, Tokenizer, load_tokenizer
 
 # Written for these tests in the manner of the published templates.
 TEMPLATE = """
@@ -136,6 +136,25 @@ def test_messages_that_the_template_refuses_are_a_value_error(tmp_path: Path, me
     assert reason in str(error.value) and "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ 'x'.encode('foo') }}",
+        "{{ strftime_now('\ud800') }}",
+        "{{ 'x' * 10 ** 18 }}",
+        "{{ '%d' % 'x' }}",
+        "{{ [1][5].y }}",
+        "{{ ''.join([1]) }}",
+        "{% for i in 5 %}{% endfor %}",
+        "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
+    ],
+)
+def test_whatever_a_template_raises_is_one_line(template: str) -> None:
+    with pytest.raises(ValueError, match="chat template") as error:
+        ChatTemplate(template, {}).render(TALK)
+    assert "\n" not in str(error.value)
+
+
 @pytest.mark.parametrize("template", ["{% if %}", "{{ messages.", "{% for m in messages %}"])
 def test_a_malformed_template_spoils_chats_only(tmp_path: Path, template: str) -> None:
     tokenizer = chatty(tmp_path, template)
@@ -201,6 +220,7 @@ def test_the_template_is_looked_for_in_the_documented_order(tmp_path: Path) -> N
     [
         ("tokenizer_config.json", b"{"),
         ("tokenizer_config.json", b'{"chat_template": 3}'),
+        ("tokenizer_config.json", b'{"chat_template": [{"name": "default", "template": 3}, {"name": []}]}'),
         ("chat_template.json", b"[]"),
         ("chat_template.jinja", b"\xff"),
     ],
@@ -208,7 +228,7 @@ def test_the_template_is_looked_for_in_the_documented_order(tmp_path: Path) -> N
 def test_damaged_template_files_are_named(tmp_path: Path, name: str, data: bytes) -> None:
     byte_level().save(str(tmp_path / "tokenizer.json"))
     (tmp_path / name).write_bytes(data)
-    with pytest.raises(CheckpointError, match=str(tmp_path)):
+    with pytest.raises(CheckpointError, match=str(tmp_path / name)):
         load_tokenizer(tmp_path)
 
 

@@ -115,7 +115,16 @@ def test_a_damaged_file_is_named(tmp_path: Path, damage: str, indexed: bool) -> 
         if not indexed:
             (folder / INDEX).unlink()
         (folder / file).write_bytes(DAMAGES[damage]((folder / file).read_bytes()))
-        assert str(folder / file) in refusal(folder)
+        message = refusal(folder)
+        assert str(folder / file) in message and message.endswith("fetch it again")
+        assert ("git lfs pull" in message) == (damage == "a text")
+
+
+def test_a_header_nested_beyond_reason_is_damage(tmp_path: Path) -> None:
+    file = ck.write(tmp_path, CONFIG, TEXT) / "model.safetensors"
+    header = b'{"a": ' * 100_000
+    file.write_bytes(struct.pack("<Q", len(header)) + header)
+    assert f"{file} is damaged" in refusal(tmp_path)
 
 
 @pytest.mark.parametrize("cut", [1, 100, 5000])
@@ -194,6 +203,7 @@ def test_an_index_may_not_point_out_of_the_folder_or_at_other_files(tmp_path: Pa
         "[]",
         "{}",
         "\xff",
+        '{"a": ' * 100_000,
         '{"weight_map": 3}',
         '{"weight_map": {"a": 1}}',
         '{"weight_map": {}}',
@@ -202,7 +212,8 @@ def test_an_index_may_not_point_out_of_the_folder_or_at_other_files(tmp_path: Pa
 def test_a_damaged_index_is_named(tmp_path: Path, text: str) -> None:
     sharded(tmp_path, "a.safetensors")
     (tmp_path / INDEX).write_bytes(text.encode("latin-1"))
-    assert INDEX in refusal(tmp_path)
+    message = refusal(tmp_path)
+    assert INDEX in message and message.endswith(" again")
 
 
 def test_an_index_that_places_a_tensor_twice_is_refused(tmp_path: Path) -> None:
@@ -229,7 +240,7 @@ def test_weights_that_are_not_there_at_all_are_missed(tmp_path: Path) -> None:
     assert "no *.safetensors" in refusal(tmp_path)
 
 
-@pytest.mark.parametrize("text", [None, "", "{", "[1]", "\xff"])
+@pytest.mark.parametrize("text", [None, "", "{", "[1]", "\xff", '{"a": ' * 100_000])
 def test_a_config_that_is_absent_or_damaged_is_named(tmp_path: Path, text: str | None) -> None:
     ck.write(tmp_path, CONFIG, TEXT)
     if text is None:

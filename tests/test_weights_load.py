@@ -2,7 +2,6 @@
 
 import logging
 from pathlib import Path
-from typing import Any
 
 import checkpoints as ck
 import pytest
@@ -31,8 +30,8 @@ def test_both_prefixes_both_config_shapes_and_both_heads_give_the_same_model(
 
 
 def test_no_parameter_keeps_what_it_was_built_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def build(raw: dict[str, Any]) -> QwenGDN:
-        model = QwenGDN(ModelConfig.from_dict(raw)).to_empty(device="cpu")
+    def build(config: ModelConfig) -> QwenGDN:
+        model = QwenGDN(config).to_empty(device="cpu")
         for parameter in model.parameters():
             torch.nn.init.constant_(parameter, float("nan"))
         return model
@@ -78,6 +77,23 @@ def test_a_stored_head_that_differs_from_the_embedding_it_is_tied_to_is_refused(
         load_target(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("head", "words"),
+    [
+        (torch.ones(90, 32), r"lm_head\.weight has shape \[90, 32\], but config\.json asks for \[97, 32\]"),
+        (torch.ones(97, 32, dtype=torch.int8), r"lm_head\.weight is I8, none of the types BF16, F16, F32, F64"),
+    ],
+)
+def test_a_stored_head_that_cannot_equal_a_tied_embedding_is_refused_by_what_it_is(
+    tmp_path: Path, head: torch.Tensor, words: str
+) -> None:
+    config = ck.target_config(tie_word_embeddings=True)
+    ck.write(tmp_path, config, ck.as_stored(ck.target_tensors(config) | {"lm_head.weight": head}))
+    with pytest.raises(CheckpointError, match=rf"model\.safetensors: {words}") as error:
+        load_target(tmp_path)
+    assert "tie_word_embeddings" not in str(error.value)
+
+
 def test_an_untied_model_without_a_head_is_refused(tmp_path: Path) -> None:
     tensors = ck.target_tensors(ck.target_config())
     del tensors["lm_head.weight"]
@@ -100,7 +116,17 @@ def test_each_tensor_left_out_is_missed_by_name(tmp_path: Path) -> None:
         folder = ck.write(tmp_path / str(i), config, {n: t for n, t in stored.items() if n != name})
         with pytest.raises(CheckpointError) as error:
             load_target(folder)
-        assert name in str(error.value) and str(folder) in str(error.value)
+        assert name in str(error.value) and str(folder / "model.safetensors") in str(error.value)
+        assert "fetch both again" in str(error.value)
+
+
+def test_a_tensor_in_no_shard_is_missed_by_the_folder_and_the_number_of_its_shards(tmp_path: Path) -> None:
+    config = ck.target_config()
+    stored = ck.as_stored(ck.target_tensors(config))
+    lost = stored.popitem()[0]
+    ck.write(tmp_path, config, stored, ck.dealt(list(stored), "a.safetensors", "b.safetensors"))
+    with pytest.raises(CheckpointError, match=rf"{tmp_path} \(2 weight files\) lacks {lost}"):
+        load_target(tmp_path)
 
 
 def test_each_tensor_of_another_shape_is_refused_by_name_and_file(tmp_path: Path) -> None:
@@ -138,6 +164,7 @@ def test_unknown_tensors_are_refused_by_name_and_file(tmp_path: Path, name: str)
     with pytest.raises(CheckpointError) as error:
         load_target(tmp_path)
     assert name in str(error.value) and "model.safetensors" in str(error.value)
+    assert "correct config.json" in str(error.value)
 
 
 def test_a_head_below_a_prefix_is_no_head(tmp_path: Path) -> None:
@@ -168,11 +195,11 @@ def test_many_faults_are_one_short_line(tmp_path: Path) -> None:
     assert "294 more" in str(error.value) and "more faults" in str(error.value)
 
 
-def test_a_config_error_names_the_folder(tmp_path: Path) -> None:
+def test_a_config_error_names_the_file(tmp_path: Path) -> None:
     config = ck.target_config()
     tensors = ck.as_stored(ck.target_tensors(config))
     del config["head_dim"]
-    with pytest.raises(CheckpointError, match=rf"{tmp_path}: config: head_dim"):
+    with pytest.raises(CheckpointError, match=rf"{tmp_path}/config\.json: config: head_dim"):
         load_target(ck.write(tmp_path, config, tensors))
 
 
@@ -222,3 +249,31 @@ def test_a_checkpoint_saved_by_transformers_loads_and_computes_the_same(tmp_path
             ours = load_target(folder)
             logits = ours.logits(ours(tokens).final)
         assert (logits - expected).abs().max() <= 2e-5 * expected.abs().max()
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("dtype", [None, torch.float16, torch.float64])
+def test_values_that_are_no_finite_numbers_are_refused_by_file_and_tensor(
+    tmp_path: Path, bad: float, dtype: torch.dtype | None
+) -> None:
+    config = ck.target_config(layer_types="lf")
+    tensors = ck.target_tensors(config)
+    tensors["layers.1.mlp.up_proj.weight"][7, 3] = bad
+    stored = ck.as_stored(tensors)
+    ck.write(tmp_path / "t", config, stored, ck.dealt(list(stored), "a.safetensors", "b.safetensors", "c.safetensors"))
+    with pytest.raises(CheckpointError, match=r"/[abc]\.safetensors: .*layers\.1\.mlp\.up_proj\.weight has 1 value"):
+        load_target(tmp_path / "t", dtype=dtype)
+    config = ck.drafter_config()
+    tensors = ck.drafter_tensors(config)
+    tensors["norm.weight"][0] = bad
+    ck.write(tmp_path / "d", config, tensors)
+    with pytest.raises(
+        CheckpointError, match=r"model\.safetensors: norm\.weight has 1 values of 32 that are NaN or inf"
+    ):
+        load_drafter(tmp_path / "d", dtype=dtype)
+
+
+def test_great_but_finite_values_load(tmp_path: Path) -> None:
+    tensors = ck.target_tensors(ck.target_config())
+    tensors["norm.weight"].fill_(torch.finfo(torch.float32).max)
+    ck.assert_holds(load_target(ck.write_target(tmp_path, tensors)), tensors)

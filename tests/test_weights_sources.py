@@ -9,7 +9,8 @@ import pytest
 from weights import CheckpointError, load_drafter, load_target, load_tokenizer
 
 CONFIG = ck.target_config()
-TEXT = ck.as_stored(ck.target_tensors(CONFIG))
+TENSORS = ck.target_tensors(CONFIG)
+TEXT = ck.as_stored(TENSORS)
 
 
 @pytest.mark.parametrize("load", [load_target, load_drafter, load_tokenizer])
@@ -36,7 +37,7 @@ def test_a_source_may_be_a_path_or_text_and_start_at_home(tmp_path: Path, monkey
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     for source in (tmp_path / "it", str(tmp_path / "it"), "~/it", "it", "./it"):
-        load_target(source)
+        ck.assert_holds(load_target(source), TENSORS)
 
 
 def test_the_bundled_pair_is_found_by_its_word_or_missed_by_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,5 +48,5 @@ def test_the_bundled_pair_is_found_by_its_word_or_missed_by_it(tmp_path: Path, m
     ck.write(tmp_path / "target", CONFIG, TEXT)
     drafter = ck.drafter_config()
     ck.write(tmp_path / "drafter", drafter, ck.drafter_tensors(drafter))
-    load_target("bundled")
-    load_drafter("bundled")
+    ck.assert_holds(load_target("bundled"), TENSORS)
+    ck.assert_holds(load_drafter("bundled"), ck.drafter_tensors(drafter))

@@ -44,7 +44,8 @@ class ChatTemplate:
             )
         except jinja2.TemplateError as error:
             raise ValueError(f"chat template: {one_line(error)}") from None
-        except (TypeError, KeyError, ValueError, ArithmeticError, AttributeError, RecursionError) as error:
+        # A template is a program of the checkpoint's, so what it can raise has no bounds.
+        except Exception as error:
             raise ValueError(f"chat template cannot render these messages: {one_line(error)}") from error
 
     @cached_property
@@ -69,9 +70,9 @@ def read_chat_template(folder: Path) -> ChatTemplate | None:
     """
     config = _optional_json(folder / "tokenizer_config.json")
     source = _template_file(folder / "chat_template.jinja")
-    for stated in (config.get("chat_template"), _optional_json(folder / "chat_template.json").get("chat_template")):
+    for name in ("tokenizer_config.json", "chat_template.json"):
         if source is None:
-            source = _default_of(stated, folder)
+            source = _default_of(folder / name)
     return None if source is None else ChatTemplate(source, _special_tokens(config))
 
 
@@ -81,19 +82,21 @@ def _template_file(file: Path) -> str | None:
     try:
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{file} cannot be read: {one_line(error)}") from None
+        raise CheckpointError(f"{file} cannot be read: {one_line(error)}; fetch it again") from None
 
 
 def _optional_json(file: Path) -> dict[str, Any]:
     return read_json(file) if file.exists() else {}
 
 
-def _default_of(stated: object, folder: Path) -> str | None:
+def _default_of(file: Path) -> str | None:
+    """The template that a JSON file states as a text, or as the one named default in a list."""
+    stated = _optional_json(file).get("chat_template")
     if isinstance(stated, list):
-        named = {entry.get("name"): entry.get("template") for entry in stated if isinstance(entry, dict)}
-        stated = named.get("default")
+        default = [part for part in stated if isinstance(part, dict) and part.get("name") == "default"]
+        stated = default[-1].get("template") if default else None
     if stated is not None and not isinstance(stated, str):
-        raise CheckpointError(f"{folder}: chat_template must be a text, got {type(stated).__name__}")
+        raise CheckpointError(f"{file}: chat_template must be a text, got {type(stated).__name__}; fetch it again")
     return stated
 
 

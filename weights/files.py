@@ -4,7 +4,6 @@ Downloads only what is asked for. It knows file names, never tensors.
 """
 
 import glob
-import json
 import os
 import re
 from collections.abc import Iterable, Sequence
@@ -12,6 +11,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from huggingface_hub import snapshot_download
+
+from qwen_gdn.stated import read_object
 
 Source = str | os.PathLike[str]
 Part = Literal["target", "drafter"]
@@ -27,6 +28,7 @@ TOKENIZER_FILES = (
 )
 
 _BUNDLED = Path(__file__).parent / "bundled"
+_POINTER = b"version https://git-lfs.github.com/spec/"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 
 
@@ -87,14 +89,22 @@ def read_json(file: Path) -> dict[str, Any]:
         CheckpointError: it cannot be read, is no object, or an object in it has a key twice.
     """
     try:
-        parsed = json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=without_doubles)
+        return read_object(file)
     except FileNotFoundError:
-        raise CheckpointError(f"{file.parent} has no {file.name}") from None
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{file} cannot be read as JSON: {one_line(error)}") from None
-    if not isinstance(parsed, dict):
-        raise CheckpointError(f"{file} must hold a JSON object, got {type(parsed).__name__}")
-    return parsed
+        raise CheckpointError(f"{file.parent} has no {file.name}; fetch the checkpoint again") from None
+    except ValueError as error:
+        raise CheckpointError(one_line(error)) from None
+
+
+def damaged(file: Path, error: object, lost: str = "") -> CheckpointError:
+    """An error for a file that does not hold what its name says, with what to do about it."""
+    try:
+        with file.open("rb") as stream:
+            pointer = stream.read(len(_POINTER)) == _POINTER
+    except OSError:
+        pointer = False
+    remedy = "it is a git-lfs pointer without the data, so run `git lfs pull` or" if pointer else "so"
+    return CheckpointError(f"{file} is damaged{lost}: {one_line(error)}; {remedy} fetch it again")
 
 
 def one_line(error: object) -> str:
@@ -106,15 +116,6 @@ def listed(names: Sequence[str], most: int = 6) -> str:
     """Names in words, the tail of a long list as a count."""
     shown = ", ".join(names[:most])
     return f"{shown} and {len(names) - most} more" if len(names) > most else shown
-
-
-def without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Pairs hook for `json`: ValueError on a key that an object states twice."""
-    table = dict(pairs)
-    if len(table) != len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"key {next(n for n in names if names.count(n) > 1)!r} stands there twice")
-    return table
 
 
 def _bundled(part: Part) -> Path:

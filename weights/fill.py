@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from .files import CheckpointError, listed
-from .names import HEAD, Plan, is_quantised, needs_float32
+from .names import EMBEDDING, HEAD, Plan, is_quantised, needs_float32
 from .shards import Listing, Stored, read_tensors, same_values
 
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
@@ -41,13 +41,14 @@ def check(folder: Path, module: nn.Module, plan: Plan, listing: Listing) -> None
     faults = [*_name_faults(folder, plan, stored), *_content_faults(module, plan, stored)]
     if faults:
         more = f"; and {len(faults) - _MOST} more faults" if len(faults) > _MOST else ""
-        raise CheckpointError("; ".join(faults[:_MOST]) + more)
+        remedy = "config.json and weights do not belong together: fetch both again, or correct config.json"
+        raise CheckpointError("; ".join(faults[:_MOST]) + f"{more}; {remedy}")
     if plan.tied_head is not None:
         head, embedding = plan.tied_head
         if not same_values((head, stored[head]), (embedding, stored[embedding])):
             raise CheckpointError(
-                f"{stored[head].file}: {head} differs from {embedding}, but config.json ties them; "
-                "set tie_word_embeddings to false to use both"
+                f"{stored[head].file}: {head} differs from {embedding} in {stored[embedding].file}, but "
+                f"{folder / 'config.json'} ties them; set tie_word_embeddings to false there to use both"
             )
 
 
@@ -65,7 +66,7 @@ def fill(
         stored: tensor name -> where it lies.
 
     Raises:
-        CheckpointError: a file can no longer be read, or a value is too large for the dtype.
+        CheckpointError: a file can no longer be read, or a value is not finite or too large for the dtype.
     """
     parameters = {name: parameter for parameter, name in sources.items()}
     by_file: dict[Path, list[str]] = {}
@@ -74,15 +75,15 @@ def fill(
     total = sum(entry.nbytes for entry in stored.values())
     with tqdm(total=total, desc="loading", unit="B", unit_scale=True, unit_divisor=1024, disable=None) as bar:
         for file, names in by_file.items():
+            finite: dict[str, Tensor] = {}
             for name, tensor in read_tensors(file, names):
                 path, _, leaf = parameters[name].rpartition(".")
                 wide = torch.promote_types(dtype, torch.float32) if needs_float32(parameters[name]) else dtype
-                try:
-                    value = _converted(tensor, device, wide)
-                except ValueError as error:
-                    raise CheckpointError(f"{file}: {name} {error}") from None
+                value = _converted(tensor, device, wide)
+                finite[name] = _is_finite(value)
                 setattr(module.get_submodule(path), leaf, nn.Parameter(value, requires_grad=False))
                 bar.update(stored[name].nbytes)
+            _check_finite(file, finite, dtype)
 
 
 def _name_faults(folder: Path, plan: Plan, stored: Mapping[str, Stored]) -> Iterator[str]:
@@ -91,12 +92,18 @@ def _name_faults(folder: Path, plan: Plan, stored: Mapping[str, Stored]) -> Iter
         yield f"{parameter} is stored as {places}"
     if plan.missing:
         remedy = " (a head that shares the embedding needs tie_word_embeddings true)" if HEAD in plan.missing else ""
-        yield f"{folder} lacks {listed(_as_stored(plan))}{remedy}"
+        yield f"{_place(folder, stored)} lacks {listed(_as_stored(plan))} that config.json asks for{remedy}"
     by_file: dict[Path, list[str]] = {}
     for name in plan.unknown:
         by_file.setdefault(stored[name].file, []).append(name)
     for file, names in by_file.items():
         yield f"{file} holds tensors that this model has no place for: {listed(names)}"
+
+
+def _place(folder: Path, stored: Mapping[str, Stored]) -> str:
+    """The one weight file of a checkpoint, or what stands for its several."""
+    files = {entry.file for entry in stored.values()}
+    return str(files.pop()) if len(files) == 1 else f"{folder} ({len(files)} weight files)"
 
 
 def _as_stored(plan: Plan) -> list[str]:
@@ -110,23 +117,39 @@ def _as_stored(plan: Plan) -> list[str]:
 
 def _content_faults(module: nn.Module, plan: Plan, stored: Mapping[str, Stored]) -> Iterator[str]:
     shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
-    for parameter, name in plan.sources.items():
+    wanted = [(name, shapes[parameter]) for parameter, name in plan.sources.items()]
+    if plan.tied_head is not None:
+        wanted.append((plan.tied_head[0], shapes[EMBEDDING]))
+    for name, shape in wanted:
         entry = stored[name]
         if entry.dtype not in DTYPES:
-            yield f"{entry.file}: {name} is {entry.dtype}, no floating-point type"
-        if entry.shape != shapes[parameter]:
-            yield (
-                f"{entry.file}: {name} has shape {list(entry.shape)}, "
-                f"but config.json asks for {list(shapes[parameter])}"
-            )
+            yield f"{entry.file}: {name} is {entry.dtype}, none of the types {', '.join(DTYPES)}"
+        if entry.shape != shape:
+            yield f"{entry.file}: {name} has shape {list(entry.shape)}, but config.json asks for {list(shape)}"
 
 
 def _converted(tensor: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
     """A copy with storage of its own. It moves before it is cast: checkpoints are rarely wider than models."""
     value = tensor.to(device).to(dtype)
-    if value is tensor:
-        value = tensor.clone()
-    narrower = torch.finfo(dtype).max < torch.finfo(tensor.dtype).max
-    if narrower and not bool(value.isfinite().all()):
-        raise ValueError(f"has values that {dtype} cannot hold; ask for a wider dtype")
-    return value
+    return tensor.clone() if value is tensor else value
+
+
+def _is_finite(value: Tensor) -> Tensor:
+    """Whether all values are, as a tensor on their device: asking one by one would wait for it every time."""
+    # NaN wins over any number in both, so one pass without temporaries tells.
+    least, greatest = value.aminmax()
+    return least.isfinite() & greatest.isfinite()
+
+
+def _check_finite(file: Path, finite: Mapping[str, Tensor], dtype: torch.dtype) -> None:
+    """Refuses the first tensor of a file that is not finite, by what the file itself holds for it."""
+    flags = torch.stack(tuple(finite.values()))
+    broken = [] if flags.is_meta else [name for name, fine in zip(finite, flags.tolist(), strict=True) if not fine]
+    for name, tensor in read_tensors(file, broken[:1]):
+        if bool(_is_finite(tensor)):
+            raise CheckpointError(f"{file}: {name} has values that {dtype} cannot hold; ask for a wider dtype")
+        wrong = (~tensor.isfinite()).sum()
+        raise CheckpointError(
+            f"{file}: {name} has {int(wrong)} values of {tensor.numel()} that are NaN or infinite; "
+            "fetch the file again, and if it stays so use another checkpoint"
+        )

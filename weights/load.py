@@ -16,21 +16,12 @@ from torch import nn
 
 from ddtree.drafter import DFlashDrafter
 from ddtree.drafter_config import DFlashConfig
-from qwen_gdn.config import ModelConfig, token_ids
+from qwen_gdn.config import ModelConfig
 from qwen_gdn.model import QwenGDN
 
 from . import names
-from .files import (
-    CONFIG_FILES,
-    INDEX_FILE,
-    CheckpointError,
-    Part,
-    Source,
-    fetch_shards,
-    one_line,
-    read_json,
-    resolve,
-)
+from .configs import ConfigKind, read_config
+from .files import CONFIG_FILES, INDEX_FILE, Part, Source, fetch_shards, one_line, resolve
 from .fill import DTYPES, check, fill
 from .shards import Stored, list_tensors, read_index
 
@@ -95,43 +86,18 @@ def read_drafter(
     return _load(source, _DRAFTER, device, dtype)
 
 
-def stop_ids(source: Source, config: ModelConfig) -> tuple[int, ...]:
-    """All token ids that end a text, without repeats.
-
-    The union, in this order, of `eos_token_id` in the text part of config.json, at its root, and in
-    generation_config.json: published checkpoints name different ones in each and mean all of them.
-
-    Raises:
-        CheckpointError: a file is damaged, or an id is outside the vocabulary.
-    """
-    folder = resolve(source, "target", CONFIG_FILES)
-    stated = [read_json(folder / "config.json")]
-    if (folder / "generation_config.json").exists():
-        stated.append(read_json(folder / "generation_config.json"))
-    try:
-        more = [i for table in stated for i in token_ids(table.get("eos_token_id"), "eos_token_id")]
-    except ValueError as error:
-        raise CheckpointError(f"{folder}: {error}") from None
-    ids = tuple(dict.fromkeys((*config.eos_token_ids, *more)))
-    for i in ids:
-        if not 0 <= i < config.vocab_size:
-            raise CheckpointError(f"{folder}: eos_token_id {i} is outside the vocabulary of {config.vocab_size}")
-    return ids
-
-
 class _Kind(NamedTuple):
     """What differs between the two kinds of checkpoint."""
 
     part: Part
-    build: Callable[[dict[str, Any]], nn.Module]
+    config: ConfigKind[Any]
+    build: Callable[[Any], nn.Module]
     skip: names.Skip
     rename: Callable[[str], str | None]
 
 
-_TARGET = _Kind("target", lambda raw: QwenGDN(ModelConfig.from_dict(raw)), names.skip_in_target, names.target_parameter)
-_DRAFTER = _Kind(
-    "drafter", lambda raw: DFlashDrafter(DFlashConfig.from_dict(raw)), names.skip_in_drafter, lambda name: name
-)
+_TARGET = _Kind("target", ModelConfig, QwenGDN, names.skip_in_target, names.target_parameter)
+_DRAFTER = _Kind("drafter", DFlashConfig, DFlashDrafter, names.skip_in_drafter, lambda name: name)
 
 
 def _load(source: Source, kind: _Kind, device: str | torch.device, dtype: torch.dtype | None) -> tuple[Any, LoadReport]:
@@ -139,7 +105,9 @@ def _load(source: Source, kind: _Kind, device: str | torch.device, dtype: torch.
     if dtype is not None and dtype not in DTYPES.values():
         raise ValueError(f"dtype {dtype} is not supported; use one of {', '.join(map(str, DTYPES.values()))}")
     folder = resolve(source, kind.part, (*CONFIG_FILES, INDEX_FILE))
-    module = _built_empty(folder, kind)
+    config = read_config(kind.config, folder)
+    with torch.device("meta"):
+        module = kind.build(config)
     index = read_index(folder)
     fetch_shards(source, folder, None if index is None else {f for t, f in index.items() if not kind.skip(t)})
     listing = list_tensors(folder)
@@ -160,22 +128,6 @@ def _checked_device(device: str | torch.device) -> torch.device:
         return torch.empty(0, device=device).device
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise ValueError(f"device {str(device)!r} cannot be used: {one_line(error)}; use 'cpu'") from None
-
-
-def _built_empty(folder: Path, kind: _Kind) -> nn.Module:
-    """The module that the folder's config describes, on no device."""
-    raw = read_json(folder / "config.json")
-    text = raw.get("text_config")
-    for table in (raw, text if isinstance(text, dict) else {}):
-        method = table.get("quantization_config")
-        if method is not None:
-            form = method.get("quant_method") if isinstance(method, dict) else method
-            raise CheckpointError(f"{folder} is quantised ({form}), which is not read here; use its BF16 release")
-    try:
-        with torch.device("meta"):
-            return kind.build(raw)
-    except ValueError as error:
-        raise CheckpointError(f"{folder}: {error}") from None
 
 
 def _prevailing(stored: Iterable[Stored]) -> torch.dtype:

@@ -3,7 +3,6 @@
 It follows `model.safetensors.index.json` where there is one and never guesses a file name. It knows no model.
 """
 
-import json
 from collections.abc import Collection, Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
@@ -12,7 +11,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from .files import INDEX_FILE, CheckpointError, listed, one_line, read_json, without_doubles
+from qwen_gdn.stated import parse_json, shown
+
+from .files import INDEX_FILE, CheckpointError, damaged, listed, read_json
+
+_REFETCH = "fetch the checkpoint again"
 
 
 class Stored(NamedTuple):
@@ -47,11 +50,15 @@ def read_index(folder: Path) -> dict[str, str] | None:
         return None
     weight_map = read_json(file).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-        raise CheckpointError(f"{file} must have a weight_map from tensor names to file names")
+        raise CheckpointError(
+            f"{file} must have a weight_map from tensor names to file names, got {shown(weight_map)}; fetch it again"
+        )
     for tensor, name in weight_map.items():
         parts = PurePosixPath(name)
         if parts.is_absolute() or ".." in parts.parts or not parts.name.endswith(".safetensors"):
-            raise CheckpointError(f"{file} places {tensor} in {name!r}, which is no safetensors file of this folder")
+            raise CheckpointError(
+                f"{file} places {tensor} in {name!r}, which is no safetensors file of this folder; fetch it again"
+            )
     return weight_map
 
 
@@ -66,7 +73,7 @@ def list_tensors(folder: Path) -> Listing:
     if weight_map is not None:
         files |= {name: folder / name for name in weight_map.values()}
     if not files:
-        raise CheckpointError(f"{folder} has no *.safetensors files")
+        raise CheckpointError(f"{folder} has no *.safetensors files; fetch the weights in that format")
     stored: dict[str, Stored] = {}
     for name, path in files.items():
         placed = None if weight_map is None else {t for t, file in weight_map.items() if file == name}
@@ -75,12 +82,18 @@ def list_tensors(folder: Path) -> Listing:
         header = read_header(path)
         for tensor, entry in header.items():
             if placed is not None and tensor not in placed:
-                raise CheckpointError(f"{path} holds {tensor}, which {INDEX_FILE} does not place there; one is stale")
+                raise CheckpointError(
+                    f"{path} holds {tensor}, which {INDEX_FILE} does not place there; one is stale, so {_REFETCH}"
+                )
             if tensor in stored:
-                raise CheckpointError(f"{tensor} is stored twice, in {stored[tensor].file} and in {path}")
+                raise CheckpointError(
+                    f"{tensor} is stored twice, in {stored[tensor].file} and in {path}; remove the file that is stale"
+                )
             stored[tensor] = entry
         for tensor in sorted((placed or set()) - header.keys()):
-            raise CheckpointError(f"{path} lacks {tensor}, which {INDEX_FILE} places there; one is stale")
+            raise CheckpointError(
+                f"{path} lacks {tensor}, which {INDEX_FILE} places there; one is stale, so {_REFETCH}"
+            )
     absent = {t: folder / name for t, name in (weight_map or {}).items() if t not in stored}
     return Listing(stored, absent)
 
@@ -96,7 +109,7 @@ def read_header(file: Path) -> dict[str, Stored]:
     try:
         entries = _entries(file)
     except ValueError as error:
-        raise CheckpointError(f"{file} is damaged: {one_line(error)}") from None
+        raise damaged(file, error) from None
     entries.sort(key=lambda entry: entry[1]["data_offsets"])
     header = {}
     for name, entry in entries:
@@ -153,9 +166,9 @@ def _open(file: Path) -> Any:
     try:
         return safe_open(file, framework="pt")
     except FileNotFoundError:
-        raise CheckpointError(f"{file} is missing") from None
+        raise CheckpointError(f"{file} is missing; {_REFETCH}") from None
     except (SafetensorError, OSError, ValueError) as error:
-        raise CheckpointError(f"{file} is damaged{_cut_short(file)}: {one_line(error)}") from None
+        raise damaged(file, error, _cut_short(file)) from None
 
 
 def _cut_short(file: Path) -> str:
@@ -178,5 +191,5 @@ def _entries(file: Path) -> list[tuple[str, dict[str, Any]]]:
     """The header's entries, one a tensor, as the file states them; ValueError if one is stated twice."""
     end = min(_data_start(file), file.stat().st_size)
     with file.open("rb") as stream:
-        header = json.loads(stream.read(end)[8:], object_pairs_hook=without_doubles)
+        header = parse_json(stream.read(end)[8:])
     return [(name, entry) for name, entry in header.items() if name != "__metadata__"]

@@ -45,6 +45,11 @@ class Tokenizer:
         return self._vocabulary.size
 
     @property
+    def last_id(self) -> int:
+        """The greatest named id, which a model must have a row for; -1 if there is none."""
+        return self._vocabulary.last_id
+
+    @property
     def special_ids(self) -> frozenset[int]:
         """Ids of control tokens."""
         return self._control_ids

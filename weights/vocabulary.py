@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import sentencepiece
 import tokenizers
 
-from .files import CheckpointError, one_line
+from .files import CheckpointError, damaged
 
 _SPACE = "\u2581"  # stands for a space in sentencepiece vocabularies
 
@@ -25,6 +25,10 @@ class Vocabulary(Protocol):
     @property
     def size(self) -> int:
         """Number of named ids; a model may have more rows."""
+
+    @property
+    def last_id(self) -> int:
+        """The greatest of them, -1 if there is none; ids may have gaps."""
 
     @property
     def control(self) -> Mapping[str, int]:
@@ -54,7 +58,7 @@ def read_vocabulary(folder: Path) -> Vocabulary:
         return JsonVocabulary(folder / "tokenizer.json")
     if (folder / "tokenizer.model").exists():
         return SentencePieceVocabulary(folder / "tokenizer.model")
-    raise CheckpointError(f"{folder} has neither tokenizer.json nor tokenizer.model")
+    raise CheckpointError(f"{folder} has neither tokenizer.json nor tokenizer.model; fetch one beside the weights")
 
 
 class JsonVocabulary:
@@ -69,7 +73,7 @@ class JsonVocabulary:
             self._inner = tokenizers.Tokenizer.from_file(str(file))
         # The library raises bare Exception for malformed files.
         except Exception as error:
-            raise CheckpointError(f"{file} is damaged: {one_line(error)}") from None
+            raise damaged(file, error) from None
         self._inner.no_truncation()
         self._inner.no_padding()
         self._inner.encode_special_tokens = True
@@ -79,6 +83,10 @@ class JsonVocabulary:
         added = self._inner.get_added_tokens_decoder()
         self.control: dict[str, int] = {token.content: i for i, token in added.items() if token.special}
         self._added = {i: token.content.encode() for i, token in added.items()}
+
+    @property
+    def last_id(self) -> int:
+        return max(self._inner.get_vocab(with_added_tokens=True).values(), default=-1)
 
     def encode(self, text: str) -> list[int]:
         ids: list[int] = self._inner.encode(text, add_special_tokens=False).ids
@@ -106,8 +114,9 @@ class SentencePieceVocabulary:
             self._inner = sentencepiece.SentencePieceProcessor(model_file=str(file))
         # The library raises RuntimeError or OSError, by version, for malformed files.
         except Exception as error:
-            raise CheckpointError(f"{file} is damaged: {one_line(error)}") from None
+            raise damaged(file, error) from None
         self.size: int = self._inner.get_piece_size()
+        self.last_id = self.size - 1
         self.control: dict[str, int] = {
             self._inner.id_to_piece(i): i for i in range(self.size) if self._inner.is_control(i)
         }
