@@ -86,8 +86,10 @@ class DFlashConfig:
         check_real(_WHAT, "rms_norm_eps", self.rms_norm_eps, 1e-30, 1)
         check_whole(_WHAT, "block_size", self.block_size, 2, _MOST_ROWS)
         if not 0 <= self.mask_token_id < self.vocab_size:
-            raise _error(f"mask_token_id {self.mask_token_id} is outside the vocabulary of {self.vocab_size}")
+            raise _error(f"mask_token_id {shown(self.mask_token_id)} is outside the vocabulary of {self.vocab_size}")
         _check_layer_types(self.layer_types, self.sliding_window)
+        if self.num_target_layers is not None:
+            check_whole(_WHAT, "num_target_layers", self.num_target_layers, most=MOST_LAYERS)
         check_layer_ids(self.target_layer_ids, self.num_target_layers)
 
     @property
@@ -123,6 +125,9 @@ class DFlashConfig:
         nested = root.inner("dflash_config")
         for part in (root, nested):
             _check_supported(part)
+            # What loses must be well-formed all the same.
+            for name, kind in (*((name, int) for name in _COPIED), ("target_layer_ids", list)):
+                part.maybe(name, kind)
         table = Stated(_WHAT, dict(raw) | dict(nested.table))
         types = _layer_types(table)
         return cls(
@@ -153,11 +158,11 @@ def check_layer_ids(ids: tuple[int, ...], count: int | None) -> None:
         raise _error("target_layer_ids is empty; a drafter reads at least one target layer")
     for place, i in enumerate(ids):
         if i < 0:
-            raise _error(f"target_layer_ids names layer {i}; layers count from 0")
+            raise _error(f"target_layer_ids names layer {shown(i)}; layers count from 0")
         if i in ids[:place]:
             raise _error(f"target_layer_ids names layer {i} twice in {list(ids)}")
         if count is not None and i >= count:
-            raise _error(f"target_layer_ids names layer {i}, but the target has {count} layers")
+            raise _error(f"target_layer_ids names layer {shown(i)}, but the target has {count} layers")
         if count is not None and i == count - 1:
             raise _error(
                 f"target_layer_ids names layer {i}, the last of the target's {count}: transformers' "
@@ -194,6 +199,7 @@ def _rope_theta(table: Stated) -> float:
     for part in (nested, table.inner("rope_scaling")):
         part.refuse_scaled_rope()
         part.refuse_others(_NEUTRAL)
+    table.maybe("rope_theta", float)  # what loses must be a number all the same
     return Stated(_WHAT, dict(table.table) | dict(nested.table)).need("rope_theta", float)
 
 
@@ -213,9 +219,9 @@ def _layer_types(table: Stated) -> tuple[AttentionType, ...]:
 
 
 def _layer_ids(table: Stated) -> tuple[int, ...]:
-    ids = table.table.get("target_layer_ids")
+    ids = table.maybe("target_layer_ids", list)
     if ids is None:
         raise _error("target_layer_ids is missing or null; it cannot be inferred, so state it in config.json")
-    if not isinstance(ids, list | tuple) or any(isinstance(i, bool) or not isinstance(i, int) for i in ids):
+    if any(isinstance(i, bool) or not isinstance(i, int) for i in ids):
         raise _error(f"target_layer_ids must be a list of integers, got {shown(ids)}")
     return tuple(ids)

@@ -199,16 +199,18 @@ def _rotary(text: Stated, rope: Stated, key: str) -> float:
 def _rotary_dim(head_dim: int, factor: float) -> int:
     check_whole(_WHAT, "head_dim", head_dim)
     exact = head_dim * factor
-    if not math.isfinite(exact) or not math.isclose(exact, round(exact), rel_tol=1e-9):
+    whole = round(exact) if math.isfinite(exact) else 0
+    if not (2 <= whole <= head_dim and whole % 2 == 0 and math.isclose(exact, whole, rel_tol=1e-9)):
         raise ValueError(
-            f"config: partial_rotary_factor {factor!r} of head_dim {head_dim} is {exact:g} dimensions, "
-            "but a whole and even number rotates; correct one"
+            f"config: rotary dimension {exact:g}, which is partial_rotary_factor {factor!r} of head_dim {head_dim}, "
+            f"must be an even integer from 2 to {head_dim}; correct one"
         )
-    return round(exact)
+    return whole
 
 
 def _layer_types(text: Stated) -> tuple[LayerType, ...]:
     count = text.need("num_hidden_layers", int)
+    check_whole(_WHAT, "num_hidden_layers", count, most=MOST_LAYERS)
     types = text.need("layer_types", list)
     if len(types) != count:
         raise text.error(f"layer_types has {len(types)} entries, num_hidden_layers says {count}; correct one")

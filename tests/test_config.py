@@ -106,7 +106,7 @@ def test_rotary_keys_stated_twice_must_agree(key: str, value: float) -> None:
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "unknown layer": ({"layer_types": ["linear_attention", "mamba"], "num_hidden_layers": 2}, "mamba"),
     "short layer list": ({"num_hidden_layers": 9}, "8.*9"),
-    "no layers": ({"layer_types": [], "num_hidden_layers": 0}, "layer_types"),
+    "no layers": ({"layer_types": [], "num_hidden_layers": 0}, "num_hidden_layers must be an integer from 1"),
     "interval contradicts the list": ({"full_attention_interval": 3}, r"layer_types\[2\].*3"),
     "interval of zero": ({"full_attention_interval": 0}, "full_attention_interval.*0"),
     "negative interval": ({"full_attention_interval": -4}, "full_attention_interval.*-4"),
@@ -139,8 +139,12 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "infinite rotary factor": ({"partial_rotary_factor": math.inf}, "partial_rotary_factor must be a finite"),
     "rotary factor that is no number": ({"partial_rotary_factor": math.nan}, "partial_rotary_factor must be a finite"),
     "rotary factor beyond floats": ({"partial_rotary_factor": 1e308}, "partial_rotary_factor 1e\\+308"),
-    "rotary factor of no whole dimension": ({"partial_rotary_factor": 0.26}, "partial_rotary_factor 0.26.*16.*4.16"),
+    "rotary factor of no whole dimension": (
+        {"partial_rotary_factor": 0.26},
+        "4.16, .*partial_rotary_factor 0.26 of head_dim 16",
+    ),
     "two kinds of rope": ({"rope_parameters": tiny_raw()["rope_parameters"] | {"type": "linear"}}, "'linear'"),
+    "negative rotary factor": ({"partial_rotary_factor": -0.25}, "partial_rotary_factor -0.25"),
     "infinite epsilon": ({"rms_norm_eps": math.inf}, "rms_norm_eps must be a finite number, got inf"),
     "epsilon that is no number": ({"rms_norm_eps": math.nan}, "rms_norm_eps must be a finite number, got nan"),
     "epsilon beyond floats": ({"rms_norm_eps": 10**400}, "rms_norm_eps must be a finite number"),

@@ -98,6 +98,7 @@ def test_dflash_config_wins_over_the_top_level_and_there_is_no_default(key: str)
     assert read(nested(**{key: inner})) == inner
     assert read(nested(**{key: inner}) | {key: outer}) == inner
     assert read(nested(**{key: None}) | {key: outer}) == outer
+    assert key in refusal(nested(**{key: inner}) | {key: "x"})
     assert f"{key} is missing" in refusal(nested(**{key: None}))
     assert f"{key} is missing" in refusal(nested(**{key: None}) | {key: None, "pad_token_id": 3, "eos_token_id": 3})
 
@@ -128,6 +129,11 @@ def test_the_rotary_base_is_read_nested_first_and_never_guessed() -> None:
     assert DFlashConfig.from_dict(raw_config(rope_theta=5.0)).rope_theta == 10_000
     assert DFlashConfig.from_dict(raw_config(rope_parameters={"rope_theta": 7})).rope_theta == 7
     assert DFlashConfig.from_dict(bare | {"rope_theta": 5}).rope_theta == 5
+    assert "rope_theta must be of type float, got 'x'" in refusal(raw_config(rope_theta="x"))
+    assert "rope_theta must be a finite number" in refusal(raw_config(rope_theta=math.nan))
+    assert "rope_theta must be a number from 1" in refusal(
+        bare | {"rope_theta": 5, "rope_parameters": {"rope_theta": 0}}
+    )
     assert "rope_theta is missing" in refusal(bare)
     assert "rope_theta is missing" in refusal(raw_config(rope_parameters={"rope_type": "default"}))
     assert "rope_theta is missing" in refusal(bare | {"rope_theta": None})
@@ -213,6 +219,11 @@ def test_blocks_without_drafts_and_masks_outside_the_vocabulary_are_refused(
 ) -> None:
     assert named in refusal(nested(**changes))
     assert "mask_token_id -1" in refusal(nested(mask_token_id=-1))
+
+
+@pytest.mark.parametrize("count", [0, -3, 10**30])
+def test_a_count_of_target_layers_that_is_none_is_refused(count: int) -> None:
+    assert "num_target_layers must be an integer from 1" in refusal(raw_config(num_target_layers=count))
 
 
 def test_causality_is_the_layer_types_unless_stated() -> None:

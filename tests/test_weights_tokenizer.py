@@ -33,6 +33,23 @@ def test_control_tokens_in_plain_text_are_text_unless_asked_for(tmp_path: Path) 
     assert seen > 50
 
 
+def test_the_last_id_is_the_greatest_whatever_ids_are_left_out(tmp_path: Path) -> None:
+    raw = json.loads(byte_level().to_str())
+    raw["model"]["vocab"]["a"] = 5000
+    (tmp_path / "tokenizer.json").write_text(json.dumps(raw))
+    assert load_tokenizer(tmp_path).last_id == 5000 > load_tokenizer(tmp_path).vocab_size
+    (tmp_path / "p").mkdir()
+    pieces = saved(tmp_path / "p", pieces_model())
+    assert pieces.last_id == pieces.vocab_size - 1
+
+
+def test_a_git_lfs_pointer_is_told_from_other_damage(tmp_path: Path) -> None:
+    for name in ("tokenizer.model", "tokenizer.json"):
+        (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
+        with pytest.raises(CheckpointError, match=rf"{name} is damaged: .*git lfs pull"):
+            load_tokenizer(tmp_path)
+
+
 def test_of_control_tokens_that_start_alike_the_longest_is_parsed(tmp_path: Path) -> None:
     inner = byte_level()
     inner.add_special_tokens(["<|im", "<|im_end|>>", "<|im_"])
@@ -45,6 +62,7 @@ def test_of_control_tokens_that_start_alike_the_longest_is_parsed(tmp_path: Path
 def test_names_ids_and_sizes_are_the_library_s(tmp_path: Path) -> None:
     inner, ours = byte_level(), saved(tmp_path, byte_level())
     assert ours.vocab_size == inner.get_vocab_size()
+    assert ours.last_id == max(inner.get_vocab().values())
     assert ours.special_ids == {inner.token_to_id(text) for text in CONTROL}
     assert all(ours.token_id(name) == i for name, i in inner.get_vocab().items())
     assert ours.token_id("<|no such|>") is None

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from qwen_gdn.config import ModelConfig, token_ids
+from qwen_gdn.stated import shown
 
 from .files import CONFIG_FILES, CheckpointError, Source, one_line, read_json, resolve
 
@@ -61,6 +62,6 @@ def _in_vocabulary(ids: tuple[int, ...], file: Path, config: ModelConfig) -> tup
     for i in ids:
         if not 0 <= i < config.vocab_size:
             raise CheckpointError(
-                f"{file}: eos_token_id {i} is outside the vocabulary of {config.vocab_size}; correct it, or drop it"
+                f"{file}: eos_token_id {shown(i)} is outside the vocabulary of {config.vocab_size}; correct it, or drop it"
             )
     return ids
