@@ -62,6 +62,6 @@ def _in_vocabulary(ids: tuple[int, ...], file: Path, config: ModelConfig) -> tup
     for i in ids:
         if not 0 <= i < config.vocab_size:
             raise CheckpointError(
-                f"{file}: eos_token_id {shown(i)} is outside the vocabulary of {config.vocab_size}; correct it, or drop it"
+                f"{file}: eos_token_id {shown(i)} is outside the vocabulary of {config.vocab_size}; correct or drop it"
             )
     return ids
