@@ -44,7 +44,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "num_attention_heads": 3,
         "num_key_value_heads": 3,
         "head_dim": 14,
-        "partial_rotary_factor": 0.45,
+        "partial_rotary_factor": 3 / 7,
         "linear_num_key_heads": 3,
         "linear_num_value_heads": 3,
         "linear_key_head_dim": 7,
