@@ -14,21 +14,24 @@ import torch
 from torch import Tensor
 
 from qwen_gdn.cache import HybridCache
+from qwen_gdn.checked import checked_callables, checked_count
 from qwen_gdn.decode import (
     PREFILL_WINDOW,
     HybridModel,
     OnStage,
     Sampler,
+    checked_draws,
     checked_prompt,
+    checked_stops,
     fitting_cache,
     greedy,
     prefill,
 )
-from qwen_gdn.model import Hidden, LayerId
-from qwen_gdn.topology import Topology
+from qwen_gdn.model import Hidden, LayerId, checked_layers
 from qwen_gdn.transfer import indices
 
-from .tree import DraftTree, Prefix, Scores, accept, build_chain, build_tree
+from .drafts import checked_tree, limited, pruned
+from .tree import DraftTree, Scores, accept, build_chain, build_tree
 
 Build = Callable[[int, Tensor | Scores, int], DraftTree]
 
@@ -117,18 +120,20 @@ def generate(
         on_stage: entered with the name of each stage: prefill, draft, build, verify, sample, commit.
 
     Raises:
-        ValueError: at the call, before any forward: the prompt, a number, the cache or the drafter does not fit.
-            Later, from a round: `build` or `sampler` returned something else than it may.
+        ValueError: at the call, before any forward: the prompt, a number, a stop id, the cache or the drafter does
+            not fit. Later, from a round: `sampler`, `build` or the drafter returned something else than it may.
     """
     prompt = checked_prompt(target, prompt_ids, max_new_tokens)
-    for name, value, least in (("budget", budget, 0), ("prefill_window", prefill_window, 1)):
-        if not isinstance(value, int) or value < least:
-            raise ValueError(f"{name} must be an integer of {least} or more, got {value!r}")
+    checked_count("budget", budget, 0)
+    checked_count("prefill_window", prefill_window, 1)
+    stops = checked_stops(stop_ids)
+    checked_callables(sampler=sampler, build=build, on_stage=on_stage)
     cache = fitting_cache(target, cache, prompt.shape[1] + max_new_tokens - 1)
     drafter.bind(target)
+    layers = checked_layers(drafter.layers, target.config.num_hidden_layers, "drafter: layers")
     if cache.length == 0:
         drafter.reset()
-    loop = _Loop(target, drafter, cache, sampler, frozenset(map(int, stop_ids)), on_stage)
+    loop = _Loop(target, drafter, layers, cache, sampler, stops, on_stage)
     return loop.run(prompt, max_new_tokens, budget, build, prefill_window)
 
 
@@ -139,6 +144,7 @@ class _Loop:
         self,
         target: HybridModel,
         drafter: Proposer,
+        layers: Sequence[LayerId],
         cache: HybridCache,
         sampler: Sampler,
         stop_ids: frozenset[int],
@@ -146,6 +152,7 @@ class _Loop:
     ) -> None:
         self.target = target
         self.drafter = drafter
+        self.layers = layers
         self.cache = cache
         self.sampler = sampler
         self.stop_ids = stop_ids
@@ -160,7 +167,7 @@ class _Loop:
         with self.cache.transaction():
             last = self.prefill(prompt, window)
             with self.on_stage("sample"):
-                root = int(self.sampler(self.target.logits(last)))
+                root = self.draws(self.target.logits(last))[0]
         del last  # a view, which would keep the prompt's last window alive
         count -= 1
         yield Round((root,), 0, 0)
@@ -182,7 +189,7 @@ class _Loop:
             prompt,
             self.cache,
             window=window,
-            capture=self.drafter.layers,
+            capture=self.layers,
             on_window=observe,
             on_stage=self.on_stage,
         )
@@ -192,9 +199,10 @@ class _Loop:
         if depth == 0 or budget == 0:
             return build_chain(root, torch.empty(0, 1), 0)
         with self.on_stage("draft"):
-            scores = _limited(self.drafter.propose(root), depth)
+            scores = limited(self.drafter.propose(root), depth)
         with self.on_stage("build"):
-            return _pruned(_checked(build(root, scores, budget), root, budget), depth)
+            tree = checked_tree(build(root, scores, budget), root, budget, self.target.config.vocab_size)
+            return pruned(tree, depth)
 
     def verify(self, tree: DraftTree) -> Round:
         """Runs the target over the tree, follows its draws, and keeps the root and the emitted tokens but the last."""
@@ -202,16 +210,20 @@ class _Loop:
             hidden = self.forward(tree)
             logits = self.target.logits(hidden.final[0])
         with self.on_stage("sample"):
-            path, bonus = accept(tree, self.sampler(logits))
+            path, bonus = accept(tree, torch.tensor(self.draws(logits)))
             tokens = self.cut([*tree.tokens[path[1:]].tolist(), bonus])
         with self.on_stage("commit"):
             self.keep(tree, path[: len(tokens)], hidden)
         return Round(tokens, drafted=len(tree.topology) - 1, accepted=len(path) - 1)
 
+    def draws(self, logits: Tensor) -> list[int]:
+        """The target's own token for each row."""
+        return checked_draws(self.sampler(logits), *logits.shape)
+
     def forward(self, tree: DraftTree) -> Hidden:
         """The tree through a window; a root alone needs none, since it is kept whatever is drawn."""
         memory = self.cache if len(tree.topology) == 1 else self.cache.branch(tree.topology)
-        hidden: Hidden = self.target(tree.tokens, memory, capture=self.drafter.layers)
+        hidden: Hidden = self.target(tree.tokens, memory, capture=self.layers)
         return hidden
 
     def cut(self, tokens: list[int]) -> tuple[int, ...]:
@@ -223,42 +235,6 @@ class _Loop:
         if len(tree.topology) > 1:
             self.cache.commit(path)
         self.drafter.observe(_features(hidden)[:, indices(path, hidden.final.device)])
-
-
-class _Shallow:
-    """Path-dependent scores, with their depth limited."""
-
-    def __init__(self, scores: Scores, depth: int) -> None:
-        self._scores = scores
-        self.depth = min(scores.depth, depth)
-
-    def children(self, path: Prefix, /) -> tuple[Sequence[int] | Tensor, Sequence[float] | Tensor]:
-        return self._scores.children(path)
-
-
-def _limited(scores: Tensor | Scores, depth: int) -> Tensor | Scores:
-    return scores[:depth] if isinstance(scores, Tensor) else _Shallow(scores, depth)
-
-
-def _checked(tree: DraftTree, root: int, budget: int) -> DraftTree:
-    """The tree, if it is one for this round: another root would change what is written, without any error."""
-    nodes = len(tree.topology)
-    if len(tree.tokens) != nodes or int(tree.tokens[0]) != root or nodes - 1 > budget:
-        raise ValueError(
-            f"build: expected a tree rooted at token {root} with at most {budget} nodes below, got root "
-            f"{int(tree.tokens[0])} with {nodes - 1} nodes below, and {len(tree.tokens)} tokens"
-        )
-    return tree
-
-
-def _pruned(tree: DraftTree, depth: int) -> DraftTree:
-    """The tree without its nodes below `depth`, which could not be emitted and may not fit the cache."""
-    shape = tree.topology
-    if shape.max_depth <= depth:
-        return tree
-    kept = [node for node, level in enumerate(shape.depths.tolist()) if level <= depth]
-    place = {node: i for i, node in enumerate(kept)} | {-1: -1}
-    return DraftTree(tree.tokens[kept], Topology([place[shape.parents[node]] for node in kept]))
 
 
 def _features(hidden: Hidden) -> Tensor:

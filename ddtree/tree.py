@@ -11,6 +11,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from qwen_gdn.checked import as_integer, checked_count
 from qwen_gdn.topology import Topology
 
 BLOCK = 128  # columns that one maximum stands for when a wide row is searched for its greatest values
@@ -70,12 +71,14 @@ def build_tree(root: int, scores: Tensor | Scores, budget: int) -> DraftTree:
         scores: logits [L, vocab] of independent positions, or path-dependent `Scores`. A tree is at most
             `min(L, budget)` deep, and no row beyond is looked at.
         budget: the most nodes to draft. 0, or L = 0, gives the root alone. Tokens with probability zero are
-            never drafted, so a tree can be smaller.
+            never drafted, so a tree can be smaller. A verify of N nodes makes N × N masks and products, so a
+            budget beyond a few thousand costs far more than it can win.
 
     Raises:
-        ValueError: root or budget is no int >= 0; the tensor is not [L, vocab]; a row or a list of children
-            holds NaN, has nothing finite in a row of logits, or a log-probability above 0; tokens of `Scores`
-            repeat, are negative, or differ in number from their log-probabilities.
+        ValueError: root or budget is no int >= 0; scores are neither a real tensor [L, vocab] nor `Scores`; a row
+            or a list of children holds NaN, has nothing finite in a row of logits, or a log-probability above 0;
+            tokens of `Scores` are no integers, repeat, are negative, or differ in number from their
+            log-probabilities.
     """
     _check(root, budget)
     return grow(root, _lookup(scores, budget, width=budget), budget)
@@ -106,12 +109,12 @@ def accept(tree: DraftTree, target_tokens: Tensor | Sequence[int]) -> Acceptance
     Raises:
         ValueError: there is not exactly one draw per node, or they are no token ids.
     """
-    drawn = torch.as_tensor(target_tokens)
+    drawn = _tensor(target_tokens, "accept: draws")
     if drawn.shape != (len(tree.topology),):
         nodes, got = len(tree.topology), list(drawn.shape)
         raise ValueError(f"accept: needs one target token per node, shape [{nodes}], got {got}")
     draws: list[int] = drawn.tolist()
-    if drawn.is_floating_point() or min(draws) < 0:
+    if not _holds_integers(drawn) or min(draws) < 0:
         raise ValueError(f"accept: draws must be token ids, integers of at least 0, got {drawn.dtype} {draws}")
     places = zip(tree.topology.parents, tree.tokens.tolist(), strict=True)
     child = {place: node for node, place in enumerate(places)}
@@ -208,11 +211,26 @@ def _leading(values: Tensor, k: int, ids: Tensor) -> Tensor:
     return (order * 2**32 - ids).topk(k).indices
 
 
-def _lookup(scores: Tensor | Scores, budget: int, width: int) -> Callable[[Prefix], Siblings]:
-    """A prefix's best `width` children, whichever form the scores have."""
+def check_scores(scores: Tensor | Scores) -> None:
+    """Raises ValueError unless these are draft logits [L, vocab] or path-dependent `Scores`."""
     if isinstance(scores, Tensor):
         if scores.dim() != 2:
             raise ValueError(f"draft tree: draft logits must be [L, vocab], got {list(scores.shape)}")
+        if scores.is_complex():
+            raise ValueError(f"draft tree: draft logits must be real numbers, got {scores.dtype}")
+        return
+    depth = as_integer(getattr(scores, "depth", None))
+    if depth is None or depth < 0 or not callable(getattr(scores, "children", None)):
+        raise ValueError(
+            "draft tree: needs draft logits, a tensor [L, vocab], or Scores, whose depth is an int of at least 0 and "
+            f"whose children can be asked for, got {type(scores).__name__} {scores!r}"
+        )
+
+
+def _lookup(scores: Tensor | Scores, budget: int, width: int) -> Callable[[Prefix], Siblings]:
+    """A prefix's best `width` children, whichever form the scores have."""
+    check_scores(scores)
+    if isinstance(scores, Tensor):
         rows = scores[:budget]
         families = rank(rows, width) if rows.numel() else []
         return lambda prefix: families[len(prefix)] if len(prefix) < len(families) else Siblings([], [])
@@ -221,10 +239,16 @@ def _lookup(scores: Tensor | Scores, budget: int, width: int) -> Callable[[Prefi
 
 def _ask(scores: Scores, prefix: Prefix, width: int) -> Siblings:
     """A path-dependent proposer's children, checked and ranked."""
-    proposed, given = scores.children(prefix)
-    tokens = torch.as_tensor(proposed, dtype=torch.int64).detach().cpu()
-    log_probs = torch.as_tensor(given, dtype=torch.float32).detach().cpu()
     where = f"draft tree: children of {prefix}"
+    answer = scores.children(prefix)
+    if not isinstance(answer, tuple | list) or len(answer) != 2:
+        raise ValueError(f"{where}: needs a pair of tokens and log-probabilities, got {answer!r}")
+    tokens = _tensor(answer[0], f"{where}: tokens").detach().cpu()
+    log_probs = _tensor(answer[1], f"{where}: log-probabilities").detach().cpu()
+    if (tokens.numel() and not _holds_integers(tokens)) or log_probs.is_complex():
+        kinds = f"{tokens.dtype} and {log_probs.dtype}"
+        raise ValueError(f"{where}: needs integer tokens with real log-probabilities, got {kinds}")
+    tokens, log_probs = tokens.long(), log_probs.float()
     if tokens.dim() != 1 or tokens.shape != log_probs.shape:
         shapes = f"{list(tokens.shape)} and {list(log_probs.shape)}"
         raise ValueError(f"{where}: tokens and log-probabilities must be 1-D of one length, got {shapes}")
@@ -244,7 +268,17 @@ def _possible(tokens: list[int], log_probs: list[float]) -> Siblings:
     return Siblings(tokens[:count], log_probs[:count])
 
 
+def _tensor(values: Sequence[float] | Tensor, what: str) -> Tensor:
+    try:
+        return torch.as_tensor(values)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        raise ValueError(f"{what} must be a 1-D tensor or a list of numbers, got {values!r}") from None
+
+
+def _holds_integers(tensor: Tensor) -> bool:
+    return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
+
+
 def _check(root: int, budget: int) -> None:
-    for name, value in (("root token", root), ("budget", budget)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-            raise ValueError(f"draft tree: {name} must be an int of at least 0, got {value!r}")
+    checked_count("draft tree: root token", root, 0)
+    checked_count("draft tree: budget", budget, 0)

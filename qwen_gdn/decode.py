@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .cache import Branch, HybridCache
+from .checked import as_integer, checked_callables, checked_count
 from .config import ModelConfig
 from .lanes import Memory
 from .model import Hidden, LayerId
@@ -99,11 +100,14 @@ def decode(
 
     Raises:
         ValueError: at the call, before any forward: an empty prompt, an id outside the vocabulary, a negative
-            count, a cache of another batch or too small.
+            count, stop ids that are no integers, a cache of another model or batch, or too small. Later, from a
+            token: `sampler` returned something else than one id of the vocabulary.
     """
     prompt = checked_prompt(model, prompt_ids, max_new_tokens)
+    stops = checked_stops(stop_ids)
+    checked_callables(sampler=sampler)
     cache = fitting_cache(model, cache, prompt.shape[1] + max_new_tokens - 1)
-    return _decode(model, prompt, max_new_tokens, frozenset(map(int, stop_ids)), sampler, cache)
+    return _decode(model, prompt, max_new_tokens, stops, sampler, cache)
 
 
 @torch.no_grad()
@@ -117,7 +121,8 @@ def _decode(
     step = prompt
     for emitted in range(1, count + 1):
         with cache.transaction():
-            token = int(sampler(model.logits(prefill(model, step, cache))))
+            logits = model.logits(prefill(model, step, cache))
+            token = checked_draws(sampler(logits), *logits.shape)[0]
         yield token
         if emitted == count or token in stop_ids:
             return
@@ -143,9 +148,11 @@ def prefill(
 
     Returns:
         the last token's final hidden state, [B, D] (empty for T = 0).
+
+    Raises:
+        ValueError: the window holds no token, or a forward refuses its tokens.
     """
-    if window < 1:
-        raise ValueError(f"the prefill window must hold at least one token, got {window}")
+    checked_count("prefill: window", window, 1)
     last = prompt.new_empty(prompt.shape[0], 0)
     for part in prompt.split(window, dim=1) if prompt.shape[1] else ():
         with on_stage("prefill"):
@@ -157,17 +164,14 @@ def prefill(
 
 def checked_prompt(model: HybridModel, prompt_ids: Sequence[int] | Tensor, max_new_tokens: int) -> Tensor:
     """The prompt as int64 [1, T] on the CPU; ValueError names what is wrong with it or with the count."""
-    if not isinstance(max_new_tokens, int) or max_new_tokens < 0:
-        raise ValueError(f"max_new_tokens must be an integer of 0 or more, got {max_new_tokens!r}")
-    prompt = torch.as_tensor(prompt_ids).detach().cpu()
+    checked_count("max_new_tokens", max_new_tokens, 0)
+    try:
+        prompt = torch.as_tensor(prompt_ids).detach().cpu()
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        raise ValueError(f"prompt_ids must be integers of shape [T] or [1, T], got {prompt_ids!r}") from None
     if prompt.numel() == 0:
         raise ValueError("the prompt is empty: give at least one token id")
-    if (
-        prompt.is_floating_point()
-        or prompt.dtype == torch.bool
-        or prompt.dim() not in (1, 2)
-        or (prompt.dim() == 2 and prompt.shape[0] != 1)
-    ):
+    if not _holds_integers(prompt) or not (prompt.dim() == 1 or (prompt.dim() == 2 and prompt.shape[0] == 1)):
         raise ValueError(f"prompt_ids must be integers of shape [T] or [1, T], got {prompt.dtype} {list(prompt.shape)}")
     vocab = model.config.vocab_size
     wrong = prompt[(prompt < 0) | (prompt >= vocab)]
@@ -176,13 +180,47 @@ def checked_prompt(model: HybridModel, prompt_ids: Sequence[int] | Tensor, max_n
     return prompt.reshape(1, -1).long()
 
 
+def checked_stops(stop_ids: Collection[int]) -> frozenset[int]:
+    """The stop ids; ValueError if they are no collection of integers."""
+    try:
+        stops = [as_integer(i) for i in stop_ids]
+    except TypeError:
+        stops = [None]
+    if None in stops:
+        raise ValueError(f"stop_ids must be a collection of token ids, got {stop_ids!r}")
+    return frozenset(i for i in stops if i is not None)
+
+
+def checked_draws(drawn: Tensor, count: int, vocab: int) -> list[int]:
+    """A sampler's draws for `count` rows as ids; the host waits once at most.
+
+    Raises:
+        ValueError: they are not one integer of the vocabulary for each row.
+    """
+    needs = f"sampler: draws must be token ids, an integer in [0, {vocab}) for each row, as a tensor of shape [{count}]"
+    if not isinstance(drawn, Tensor):
+        raise ValueError(f"{needs}, got {type(drawn).__name__} {drawn!r}")
+    if drawn.shape != (count,) or not _holds_integers(drawn):
+        raise ValueError(f"{needs}, got {drawn.dtype} {list(drawn.shape)}")
+    tokens: list[int] = drawn.tolist()
+    if min(tokens) < 0 or max(tokens) >= vocab:
+        raise ValueError(f"{needs}, got {next(t for t in tokens if not 0 <= t < vocab)}")
+    return tokens
+
+
+def _holds_integers(tensor: Tensor) -> bool:
+    return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
+
+
 def fitting_cache(model: HybridModel, cache: HybridCache | None, count: int) -> HybridCache:
     """The given cache if it takes `count` more tokens now, or a new one of that size."""
     if cache is None:
         return model.new_cache(max(count, 1))
+    model.check_memory(cache)
+    if not isinstance(cache, HybridCache):
+        raise ValueError(f"decoding takes a cache, not a window on one, got {type(cache).__name__}")
     if cache.batch != 1:
         raise ValueError(f"decoding takes a cache of batch 1, got batch {cache.batch}")
-    model.check_memory(cache)
     cache.refuse_open_window("decoding")
     if cache.length + count > cache.capacity:
         raise ValueError(

@@ -90,7 +90,7 @@ class Engine:
         return self.model.embed(tokens)
 
     def check_memory(self, memory: Memory) -> None:
-        """Raises ValueError if a cache or branch is not one of this architecture and dtype."""
+        """Raises ValueError if this is no cache or branch, or one of another architecture or dtype."""
         self.model.check_memory(memory)
 
     def new_cache(self, capacity: int, batch: int = 1, rollback: int = 0) -> HybridCache:
@@ -115,25 +115,25 @@ class Engine:
         return hidden
 
     def _append(self, tokens: Tensor, cache: StaticCache, capture: Sequence[LayerId]) -> Hidden:
-        asked = tuple(self.model.checked_layers(tuple(capture)))
+        layers = self.model.checked_layers(capture)
         count = tokens.numel()
         cache.expect(count)
         bank, free = cache.start()
         programs = self._programs[cache.memory]
         if count == 1:
-            hidden = programs.step(asked, tokens, cache.length, bank)
+            hidden = programs.step(layers, tokens, cache.length, bank)
         else:
-            hidden = programs.chain(asked, _holding(self.chunks, count), tokens, cache.length, bank)
+            hidden = programs.chain(layers, _holding(self.chunks, count), tokens, cache.length, bank)
         cache.extend(count, free)
         return hidden
 
     def _verify(self, tokens: Tensor, branch: Branch, cache: StaticCache, capture: Sequence[LayerId]) -> Hidden:
-        asked = tuple(self.model.checked_layers(tuple(capture)))
+        layers = self.model.checked_layers(capture)
         count = tokens.numel()
         branch.expect(1, count)
         size = _holding(self.sizes, count)
         bank, _ = cache.start()
-        done = self._programs[cache.memory].verify(asked, size, tokens, branch.topology, cache.length, bank)
+        done = self._programs[cache.memory].verify(layers, size, tokens, branch.topology, cache.length, bank)
         branch.fill(_Window(cache, done))
         return done.hidden
 

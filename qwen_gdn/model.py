@@ -1,6 +1,6 @@
 """The hybrid text model: embedding, layers, final norm, head. It knows caches and topologies, never drafts."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from .attention import GatedAttention
 from .cache import Branch, HybridCache
+from .checked import checked_count
 from .config import LayerType, ModelConfig
 from .deltanet import GatedDeltaNet
 from .lanes import FreshAttention, FreshDelta, Memory, Pass, Step
@@ -94,11 +95,11 @@ class QwenGDN(nn.Module):
                 `"final"` is the state after the final norm.
 
         Raises:
-            ValueError: tokens or layer ids are not what the model or the cache can take. Nothing is changed.
+            ValueError: tokens, memory or layer ids are not what the model can take. Nothing is changed.
             RuntimeError: a window is open, or the branch is closed or was run before. Nothing is changed.
         """
         tokens = self.checked_tokens(tokens)
-        capture = self.checked_layers(tuple(capture))
+        capture = self.checked_layers(capture)
         if memory is None:
             return self._run(tokens, self._fresh_pass(tokens.shape[1]), capture)
         # Autocast would round the delta rule, and leave rows of another dtype than the cache's.
@@ -124,14 +125,16 @@ class QwenGDN(nn.Module):
             ValueError: a number is negative, or capacity or batch is 0.
         """
         for name, value, least in (("capacity", capacity, 1), ("batch", batch, 1), ("rollback", rollback, 0)):
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise ValueError(f"new_cache: {name} must be an integer of at least {least}, got {value!r}")
+            checked_count(f"new_cache: {name}", value, least)
         kinds = self.config.layer_types
         with torch.inference_mode(False):  # rows made in that mode could not be written outside it
             return HybridCache((self._empty_layer(k, capacity, batch, rollback > 0) for k in kinds), capacity, rollback)
 
     def check_memory(self, memory: Memory) -> None:
-        """Raises ValueError if a cache or branch is not one of this architecture and dtype."""
+        """Raises ValueError if this is no cache or branch, or one of another architecture or dtype."""
+        if not isinstance(memory, HybridCache | Branch):
+            needs = "a cache made by new_cache or a branch of one"
+            raise ValueError(f"memory must be {needs}, got {type(memory).__name__} {memory!r}")
         if memory.layout != self._layout():
             raise ValueError("the cache is one of another architecture or dtype; make it with this model's new_cache")
 
@@ -176,6 +179,8 @@ class QwenGDN(nn.Module):
 
     def checked_tokens(self, tokens: Tensor) -> Tensor:
         """The tokens as [B, T], on whichever device they are; ValueError says what is wrong with them."""
+        if not isinstance(tokens, Tensor):
+            raise ValueError(f"tokens must be an int64 or int32 tensor [B, T], got {type(tokens).__name__}")
         if tokens.dim() == 1:
             tokens = tokens[None]
         if tokens.dim() != 2 or tokens.dtype not in (torch.int64, torch.int32) or tokens.numel() == 0:
@@ -190,10 +195,17 @@ class QwenGDN(nn.Module):
                 raise ValueError(f"token id {wrong} is outside the vocabulary [0, {self.config.vocab_size})")
         return tokens
 
-    def checked_layers(self, capture: Sequence[LayerId]) -> Sequence[LayerId]:
+    def checked_layers(self, capture: Sequence[LayerId]) -> tuple[LayerId, ...]:
         """The layer ids, if there are such layers; ValueError names the first that is none."""
-        count = len(self.layers)
-        for i in capture:
-            if i != "final" and not (isinstance(i, int) and 0 <= i < count):
-                raise ValueError(f"capture: layer id {i!r} is neither 'final' nor in [0, {count})")
-        return capture
+        return checked_layers(capture, len(self.layers))
+
+
+def checked_layers(layers: Sequence[LayerId], count: int, what: str = "capture") -> tuple[LayerId, ...]:
+    """The ids of layers of a model that has `count` of them; ValueError names the first that is none."""
+    if isinstance(layers, str) or not isinstance(layers, Iterable):
+        raise ValueError(f"{what}: needs a sequence of layer ids in [0, {count}) or 'final', got {layers!r}")
+    ids = tuple(layers)
+    for i in ids:
+        if i != "final" and not (isinstance(i, int) and not isinstance(i, bool) and 0 <= i < count):
+            raise ValueError(f"{what}: layer id {i!r} is neither 'final' nor in [0, {count})")
+    return ids

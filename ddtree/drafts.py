@@ -1,0 +1,68 @@
+"""What a round takes of a proposer's scores and of a builder's tree: no more than it can use, and nothing else."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from qwen_gdn.topology import Topology
+
+from .tree import DraftTree, Prefix, Scores, check_scores
+
+
+class _Shallow:
+    """Path-dependent scores, with their depth limited."""
+
+    def __init__(self, scores: Scores, depth: int) -> None:
+        self._scores = scores
+        self.depth = min(scores.depth, depth)
+
+    def children(self, path: Prefix, /) -> tuple[Sequence[int] | Tensor, Sequence[float] | Tensor]:
+        return self._scores.children(path)
+
+
+def limited(scores: Tensor | Scores, depth: int) -> Tensor | Scores:
+    """The scores of the first `depth` positions; ValueError if a proposer returned no scores at all."""
+    check_scores(scores)
+    return scores[:depth] if isinstance(scores, Tensor) else _Shallow(scores, depth)
+
+
+def checked_tree(tree: DraftTree, root: int, budget: int, vocab: int) -> DraftTree:
+    """The tree, if it is one for this round: another root would change what is written, without any error.
+
+    Raises:
+        ValueError: it is no `DraftTree`, has another root or too many nodes, or tokens that the target lacks.
+    """
+    if not isinstance(tree, DraftTree) or not isinstance(tree.topology, Topology):
+        raise ValueError(f"build: expected a DraftTree(tokens, topology), got {_kind(tree)}")
+    tokens, nodes = tree.tokens, len(tree.topology)
+    if not (isinstance(tokens, Tensor) and tokens.dtype == torch.int64 and tokens.dim() == 1 and tokens.is_cpu):
+        raise ValueError(f"build: expected tokens as an int64 tensor [N] on the CPU, got {_kind(tokens)}")
+    if len(tokens) != nodes or int(tokens[0]) != root or nodes - 1 > budget:
+        first = tokens[:1].tolist()
+        raise ValueError(
+            f"build: expected a tree rooted at token {root} with at most {budget} nodes below, got root "
+            f"{first[0] if first else 'none'} with {nodes - 1} nodes below, and {len(tokens)} tokens"
+        )
+    wrong = tokens[(tokens < 0) | (tokens >= vocab)].tolist()
+    if wrong:
+        raise ValueError(f"build: drafted token {wrong[0]} is outside the target's vocabulary [0, {vocab})")
+    return tree
+
+
+def pruned(tree: DraftTree, depth: int) -> DraftTree:
+    """The tree without its nodes below `depth`, which could not be emitted and may not fit the cache."""
+    shape = tree.topology
+    if shape.max_depth <= depth:
+        return tree
+    kept = [node for node, level in enumerate(shape.depths.tolist()) if level <= depth]
+    place = {node: i for i, node in enumerate(kept)} | {-1: -1}
+    return DraftTree(tree.tokens[kept], Topology([place[shape.parents[node]] for node in kept]))
+
+
+def _kind(value: object) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor {list(value.shape)} of {value.dtype} on {value.device}"
+    if isinstance(value, DraftTree):
+        return f"a DraftTree whose topology is {value.topology!r}"
+    return f"{type(value).__name__} {value!r}"

@@ -1,0 +1,27 @@
+"""Arguments of public calls, checked on their own: one ValueError that names what was given and what is needed."""
+
+from operator import index
+from typing import Any
+
+
+def as_integer(value: Any) -> int | None:
+    """The value as an int if it is an integer of whatever library, else None; True and False are none."""
+    if isinstance(value, bool):
+        return None
+    try:
+        return index(value)
+    except TypeError:
+        return None
+
+
+def checked_count(what: str, value: object, least: int) -> None:
+    """Raises ValueError unless the value is an int of at least `least`."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ValueError(f"{what} must be an int of at least {least}, got {value!r}")
+
+
+def checked_callables(**named: object) -> None:
+    """Raises ValueError at the first argument that cannot be called."""
+    for name, value in named.items():
+        if not callable(value):
+            raise ValueError(f"{name} must be callable, got {value!r}")
