@@ -5,6 +5,7 @@ are drawn the same way with and without a draft tree.
 """
 
 import math
+from numbers import Real
 
 import torch
 from torch import Tensor
@@ -47,17 +48,21 @@ def make_sampler(
         ValueError: an argument is out of its range. The sampler itself raises it for logits that are not
             [N, vocab] and for a row whose greatest logit is not finite (NaN, +inf, or nothing but -inf).
     """
-    if not (math.isfinite(temperature) and temperature >= 0):
-        raise ValueError(f"sampler: temperature must be finite and at least 0, got {temperature}")
-    if not isinstance(top_k, int) or top_k < 0:
-        raise ValueError(f"sampler: top_k must be an int of at least 0 (0 keeps every token), got {top_k}")
-    if not 0 < top_p <= 1:
-        raise ValueError(f"sampler: top_p must lie in (0, 1], got {top_p}")
-    if seed is not None and not -(2**63) <= seed < 2**64:
-        raise ValueError(f"sampler: seed must lie in [-2^63, 2^64), got {seed}")
+    if not (_is_number(temperature) and math.isfinite(temperature) and temperature >= 0):
+        raise ValueError(f"sampler: temperature must be finite and at least 0, got {temperature!r}")
+    if not isinstance(top_k, int) or isinstance(top_k, bool) or top_k < 0:
+        raise ValueError(f"sampler: top_k must be an int of at least 0 (0 keeps every token), got {top_k!r}")
+    if not (_is_number(top_p) and 0 < top_p <= 1):
+        raise ValueError(f"sampler: top_p must lie in (0, 1], got {top_p!r}")
+    if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool) or not -(2**63) <= seed < 2**64):
+        raise ValueError(f"sampler: seed must be an int and lie in [-2^63, 2^64), got {seed!r}")
     if temperature == 0 or top_k == 1:
         return greedy
     return Stochastic(temperature, top_k, top_p, Uniform(seed, device))
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 class Uniform:

@@ -12,11 +12,11 @@ its last committed length.
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from operator import index
 
 import torch
 from torch import Tensor
 
+from .checked import as_integer
 from .integrity import check_layers
 from .lanes import ChainAttention, ChainDelta, ChainLane, Filled, Pass, TreeAttention, TreeDelta, TreeLane, TreeLanes
 from .layer_cache import DeltaCache, KVCache, LayerCache, LayerLayout
@@ -258,9 +258,10 @@ class HybridCache:
         """
         self.refuse_open_window("a crop")
         now = self._now
-        length = index(length)
-        if not 0 <= length <= now.length:
-            raise ValueError(f"crop to {length}: the cache holds {now.length} tokens, so pass 0 to {now.length}")
+        wanted = as_integer(length)
+        if wanted is None or not 0 <= wanted <= now.length:
+            raise ValueError(f"crop to {length!r}: the cache holds {now.length} tokens, so pass 0 to {now.length}")
+        length = wanted
         if length == 0:
             self._now = _Record(0, 0, tuple(layer.emptied() for layer in self))
         elif length < now.floor:
@@ -299,8 +300,11 @@ class HybridCache:
         return copy
 
     def check(self) -> None:
-        """Raises ValueError if layers disagree in batch, capacity, dtype, device or length, or hold no number."""
-        check_layers(self.layers, self.capacity, logged=self.length - self.crop_floor)
+        """Raises ValueError if layers disagree in batch, capacity, dtype, device or length, or a number is not finite.
+
+        Rows of keys and values past the length are scratch and may hold anything.
+        """
+        check_layers(self.layers, self.capacity, self.length, logged=self.length - self.crop_floor)
 
     @property
     def _any_tensor(self) -> Tensor:

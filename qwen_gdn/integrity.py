@@ -8,10 +8,11 @@ from .layer_cache import DeltaCache, KVCache, LayerCache
 from .norms import at_least_float32
 
 
-def check_layers(layers: Sequence[LayerCache], capacity: int, logged: int) -> None:
+def check_layers(layers: Sequence[LayerCache], capacity: int, length: int, logged: int) -> None:
     """Raises ValueError at the first layer that is out of step; it names the layer and both values.
 
     Args:
+        length: number of committed tokens, and so of rows of keys and values that count.
         logged: number of tokens that every rollback log must hold.
     """
     every = [(i, t) for i, layer in enumerate(layers) for t in layer.tensors()]
@@ -26,9 +27,11 @@ def check_layers(layers: Sequence[LayerCache], capacity: int, logged: int) -> No
     _agree("dtype", ((i, t.dtype) for i, t in kv + columns), dtype)
     _agree("dtype of the state", ((i, t.dtype) for i, t in exact), at_least_float32(torch.empty(0, dtype=dtype)).dtype)
     _agree("length", ((i, layer.log.since.columns.shape[1]) for i, layer in deltas if layer.log), logged)
-    for i, t in exact:
-        if not bool(t.isfinite().all()):
-            raise ValueError(f"cache: the state of layer {i} is not finite; crop(0) and feed the tokens again")
+    rows = [(i, t[:, :, :length]) for i, t in kv]
+    for what, held in (("state or factors", exact), ("convolution columns", columns), ("keys or values", rows)):
+        for i, t in held:
+            if not bool(t.isfinite().all()):
+                raise ValueError(f"cache: the {what} of layer {i} are not finite; crop(0) and feed the tokens again")
 
 
 def _agree(what: str, values: Iterable[tuple[int, object]], wanted: object) -> None:

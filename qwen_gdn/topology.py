@@ -7,11 +7,15 @@ from operator import index
 import torch
 from torch import Tensor
 
+from .checked import as_integer
+
 Path = Sequence[int] | Tensor
 
 
 class Topology:
     """A rooted tree over N nodes, parents before children. Immutable.
+
+    Its tensors are made once and shared by all who ask for them: read them, and write to a clone.
 
     Args:
         parents: parent index of every node; `parents[0] == -1` and `0 <= parents[i] < i` otherwise.
@@ -33,7 +37,7 @@ class Topology:
             if not 0 <= parent < i:
                 raise ValueError(f"topology: parent of node {i} must lie in [0, {i}), got {parent}")
             depths[i] = depths[parent] + 1
-        self.parents: tuple[int, ...] = tuple(listed)
+        self._parents = tuple(listed)
         self._depths = tuple(depths)
 
     @classmethod
@@ -52,6 +56,11 @@ class Topology:
 
     def __repr__(self) -> str:
         return f"Topology({list(self.parents)})"
+
+    @property
+    def parents(self) -> tuple[int, ...]:
+        """Parent of every node, -1 for the root."""
+        return self._parents
 
     @property
     def max_depth(self) -> int:
@@ -74,10 +83,11 @@ class Topology:
         return torch.frombuffer(bytearray().join(rows), dtype=torch.bool).view(len(self), len(self))
 
     def path(self, node: int) -> list[int]:
-        """Node indices from the root to `node`, both included."""
-        if not 0 <= node < len(self):
-            raise ValueError(f"topology: node {node} is outside [0, {len(self)})")
-        path = [node]
+        """Node indices from the root to `node`, both included; ValueError if there is no such node."""
+        start = as_integer(node)
+        if start is None or not 0 <= start < len(self):
+            raise ValueError(f"topology: node {node!r} is outside [0, {len(self)})")
+        path = [start]
         while path[-1] != 0:
             path.append(self.parents[path[-1]])
         return path[::-1]

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tiny import SMALL, filled, memory_of, random_tokens, same_bits, seeded, tiny_model
@@ -214,6 +215,59 @@ def test_check_names_what_disagrees(what: str) -> None:
     made = HybridCache(layers, cache.capacity, 0)
     with pytest.raises(ValueError, match=words):
         made.check()
+
+
+@pytest.mark.parametrize("part", ["keys", "values"])
+def test_check_finds_rows_that_are_no_numbers_among_the_committed_ones_alone(part: str) -> None:
+    cache = filled(tiny_model(5, layer_types=SMALL), 6)
+    rows = getattr(cache[1], part)
+    rows[:, :, 6] = torch.nan  # scratch
+    cache.check()
+    rows[:, :, 5] = torch.nan
+    with pytest.raises(ValueError, match="keys or values of layer 1 are not finite"):
+        cache.check()
+
+
+def test_check_finds_columns_and_logged_factors_that_are_no_numbers() -> None:
+    for at in ("columns", "k", "u", "log_decay"):
+        cache = filled(tiny_model(5, layer_types=SMALL), 6, rollback=4)
+        layer = cache[2]
+        assert isinstance(layer, DeltaCache) and layer.log is not None
+        (layer.columns if at == "columns" else getattr(layer.log.since.factors, at))[:] = torch.inf
+        with pytest.raises(ValueError, match="of layer 2 are not finite"):
+            cache.check()
+
+
+WRONG_CALLS: dict[str, tuple[Callable[[QwenGDN, HybridCache], object], str]] = {
+    "a list of tokens": (lambda model, cache: model([1, 2], cache), "tokens must be .*tensor.*got list"),
+    "no tokens": (lambda model, cache: model(None), "tokens must be .*tensor.*got NoneType"),
+    "float tokens": (lambda model, cache: model(torch.tensor([1.0]), cache), "got torch.float32"),
+    "a layer alone": (lambda model, cache: model(torch.tensor([1]), cache, capture=5), "sequence of layer ids.*got 5"),
+    "a name alone": (lambda model, cache: model(torch.tensor([1]), cache, capture="final"), "got 'final'"),
+    "a truth value": (lambda model, cache: model(torch.tensor([1]), cache, capture=[True]), "layer id True"),
+    "layers": (lambda model, cache: model(torch.tensor([1]), list(cache)), "memory must be a cache.*got list"),
+    "a topology": (lambda model, cache: model(torch.tensor([1]), PAIR), "memory must be a cache.*got Topology"),
+    "crop to a half": (lambda model, cache: cache.crop(1.5), "crop to 1.5: the cache holds 6 tokens"),
+    "crop to nothing": (lambda model, cache: cache.crop(None), "crop to None: the cache holds 6 tokens"),
+    "crop to a truth": (lambda model, cache: cache.crop(True), "crop to True: the cache holds 6 tokens"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG_CALLS)
+def test_arguments_of_the_wrong_kind_are_refused_in_words_and_change_nothing(what: str) -> None:
+    model, (call, said) = tiny_model(5, layer_types=SMALL), WRONG_CALLS[what]
+    cache = filled(model, 6, rollback=6)
+    before = memory_of(cache)
+    with pytest.raises(ValueError, match=said):
+        call(model, cache)
+    assert cache.length == 6 and same_bits(memory_of(cache), before)
+
+
+def test_crop_takes_an_integer_of_any_library() -> None:
+    for length in (4, torch.tensor(4), np.int64(4)):
+        cache = filled(tiny_model(5, layer_types=SMALL), 6, rollback=6)
+        cache.crop(length)
+        assert cache.length == 4 and type(cache.length) is int
 
 
 def test_check_refuses_layers_that_log_different_lengths() -> None:

@@ -54,6 +54,19 @@ def test_recurrence_and_chunks_agree_for_every_length(decay: float, dtype: torch
         assert gap(final, states[:, T - 1]) <= TOLERANCE[dtype], (T, size)
 
 
+def test_a_decay_of_exactly_zero_forgets_and_is_no_fault() -> None:
+    """Its logarithm is -inf."""
+    rows, state = draw_rows(seeded(4), 40)
+    rows = rows._replace(log_decay=rows.log_decay.masked_fill(torch.arange(40).view(1, 40, 1) % 7 == 3, -torch.inf))
+    wanted, end = delta_recurrent(*rows[:3], **gates(rows), state=state)
+    assert bool(wanted.isfinite().all())
+    for size in (1, 5, 64):
+        outputs, final = delta_chunked(*rows[:3], **gates(rows), state=state, chunk_size=size)
+        assert max(gap(outputs, wanted), gap(final, end)) <= 1e-10
+    outputs, factors = delta_tree(*rows[:3], **gates(rows), state=state, topology=Topology.chain(40))
+    assert max(gap(outputs, wanted), gap(delta_commit(state, factors, range(40)), end)) <= 1e-10
+
+
 def test_a_state_carried_across_calls_equals_one_call() -> None:
     rows, state = draw_rows(seeded(2), 150)
     outputs, states = by_hand(rows, state)

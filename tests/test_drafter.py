@@ -133,6 +133,19 @@ def test_sliding_layers_hold_no_more_than_they_can_see_and_full_layers_grow_seld
     assert len(storages) <= 5
 
 
+def test_a_context_observed_in_inference_mode_grows_outside_it() -> None:
+    features = features_of(9)
+    drafter, _ = bound_drafter(layered("s", "f"))
+    wanted, _ = bound_drafter(layered("s", "f"))
+    wanted.observe(features)
+    with torch.inference_mode():
+        drafter.observe(features[:, :4])
+        drafter.observe(features[:, 4:5])  # now the buffer of the full layer has room for three rows more
+    drafter.observe(features[:, 5:7])
+    drafter.observe(features[:, 7:])
+    assert close(drafter.propose(2), wanted.propose(2), 1e-12)
+
+
 def test_proposing_changes_no_context_and_repeats_exactly() -> None:
     drafter, _ = bound_drafter(layered("s", "f"))
     drafter.observe(features_of(12))

@@ -4,8 +4,9 @@ import copy
 import math
 import pickle
 from functools import cache
-from math import inf, nan
+from math import inf, nan, nextafter
 
+import numpy as np
 import pytest
 import torch
 from scipy.stats import chisquare
@@ -349,7 +350,15 @@ def test_low_precision_logits_are_drawn_with_float32_probabilities(dtype):
         ({"top_p": nan}, "top_p must lie in"),
         ({"top_k": -1}, r"top_k must be an int of at least 0 \(0 keeps every token\), got -1"),
         ({"top_k": 2.5}, "top_k must be an int"),
-        ({"seed": 2**64}, "seed must lie in"),
+        ({"seed": 2**64}, r"seed must be an int and lie in \[-2\^63, 2\^64\), got 18446744073709551616"),
+        ({"temperature": "1"}, "temperature must be finite and at least 0, got '1'"),
+        ({"temperature": None}, "temperature must be finite and at least 0, got None"),
+        ({"temperature": True}, "temperature must be finite and at least 0, got True"),
+        ({"top_p": "x"}, r"top_p must lie in \(0, 1\], got 'x'"),
+        ({"top_p": True}, r"top_p must lie in \(0, 1\], got True"),
+        ({"top_k": True}, "top_k must be an int of at least 0 .*, got True"),
+        ({"seed": "x"}, "seed must be an int and lie in .*got 'x'"),
+        ({"seed": 1.5}, "seed must be an int and lie in .*got 1.5"),
     ],
     ids=str,
 )
@@ -358,6 +367,35 @@ def test_settings_out_of_range_are_refused_when_the_sampler_is_made(settings, fa
     with pytest.raises(ValueError, match=fault) as caught:
         make_sampler(**{"temperature": temperature, **settings})
     assert "\n" not in str(caught.value)
+
+
+def test_settings_may_be_numbers_of_any_library():
+    sampler = make_sampler(np.float32(0.5), top_p=np.float64(0.9), seed=1)
+    assert sampler(torch.zeros(2, 9)).shape == (2,)
+
+
+def rounded_apart(sums):
+    """A running sum as a parallel scan may give it: those after the widest step are a last bit apart."""
+
+    def cumsum(weights, dim, dtype):
+        return torch.tensor([sums], dtype=dtype) if weights.shape[dim] == len(sums) else weights.to(dtype)
+
+    return cumsum
+
+
+@pytest.mark.parametrize(
+    ("weights", "sums", "share", "column"),
+    [
+        # A column without weight has a sum above that of the one before it, and the share falls just between.
+        ([0.5, 0.0, 0.5], [0.5, nextafter(0.5, 1), 1.0], 0.5 * (1 + 1e-12), 2),
+        # Columns without weight at the end push the total above the sum at the last column that has some.
+        ([0.0, 1.0, 0.0], [0.0, 1.0, nextafter(1.0, 2)], nextafter(1.0, 0), 1),
+    ],
+)
+def test_rounding_of_a_parallel_sum_never_draws_a_column_without_weight(monkeypatch, weights, sums, share, column):
+    monkeypatch.setattr(torch.Tensor, "cumsum", rounded_apart(sums))
+    drawn = draw(torch.tensor([weights]), torch.tensor([[share, 0.0]], dtype=torch.float64))
+    assert drawn.tolist() == [column]
 
 
 SAMPLERS = [{}, {"temperature": 1.0}, {"temperature": 1.0, "top_k": 3}, {"temperature": 1.0, "top_p": 0.5}]

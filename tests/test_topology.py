@@ -106,7 +106,7 @@ def test_the_first_wrong_step_of_a_path_is_named(path, fault):
             Topology(HAND).check_path(form)
 
 
-@pytest.mark.parametrize("node", [-1, 6])
+@pytest.mark.parametrize("node", [-1, 6, 1.5, None, True, "1"])
 def test_the_path_of_a_node_that_is_not_there_is_refused(node):
     with pytest.raises(ValueError, match="outside"):
         Topology(HAND).path(node)
@@ -138,3 +138,11 @@ def test_topologies_are_values_and_do_not_follow_the_list_they_were_made_from():
     assert topology != Topology(parents)
     assert topology != HAND
     assert eval(repr(topology)) == topology
+
+
+@pytest.mark.parametrize("name", ["parents", "max_depth"])
+def test_the_shape_of_a_topology_cannot_be_replaced(name):
+    topology = Topology(HAND)
+    with pytest.raises(AttributeError):
+        setattr(topology, name, (1,))
+    assert topology == Topology(HAND)
