@@ -1,10 +1,14 @@
 """DDTree speculative decoding on hybrid models: a drafter proposes, one forward verifies a tree, a path is kept."""
 
-from .drafter import DFlashDrafter
-from .drafter_config import DFlashConfig
-from .loop import NoDrafts, Proposer, Round, generate
-from .sampling import make_sampler
-from .tree import Acceptance, DraftTree, Scores, accept, build_chain, build_tree
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .drafter import DFlashDrafter
+    from .drafter_config import DFlashConfig
+    from .loop import NoDrafts, Proposer, Round, generate
+    from .sampling import make_sampler
+    from .tree import Acceptance, DraftTree, Scores, accept, build_chain, build_tree
 
 __all__ = [
     "Acceptance",
@@ -21,3 +25,32 @@ __all__ = [
     "generate",
     "make_sampler",
 ]
+
+# Imported when one is first asked for: torch takes a second or two, in which `python -m ddtree.run`, which imports
+# this package before anything of its own can run, would not know what to do with an interrupt.
+_HOMES = {
+    "Acceptance": "tree",
+    "DFlashConfig": "drafter_config",
+    "DFlashDrafter": "drafter",
+    "DraftTree": "tree",
+    "NoDrafts": "loop",
+    "Proposer": "loop",
+    "Round": "loop",
+    "Scores": "tree",
+    "accept": "tree",
+    "build_chain": "tree",
+    "build_tree": "tree",
+    "generate": "loop",
+    "make_sampler": "sampling",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(f".{_HOMES[name]}", __name__), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

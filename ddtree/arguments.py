@@ -10,6 +10,8 @@ import re
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+import torch
+
 from weights.fill import DTYPES
 
 from .loop import generate
@@ -19,7 +21,8 @@ BUNDLED = "bundled"
 DTYPE_NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
-_MOST = 2**31 - 1  # tokens, nodes: more fit into no memory, and sizes of tensors do not overflow below
+MOST_NODES = 1024  # of a tree: a verify makes nodes × nodes masks and products for every head
+_MOST = 2**31 - 1  # tokens: more fit into no memory, and sizes of tensors do not overflow below
 
 _DESCRIPTION = """\
 Continues a text with a Qwen3.5/3.6/3.8 hybrid, by DDTree speculative decoding:
@@ -54,9 +57,10 @@ figures:
   every stage, so that the split of time is true; that costs some speed.
 
 exit status:
-  0 success, 1 failure (damaged checkpoint, no answer from the hub, out of
-  memory), 2 bad use, 130 interrupted (what was written stays), 141 nobody reads
-  the output any more."""
+  0 success; 1 failure (a checkpoint that is damaged or of a kind not read here,
+  no answer from the hub, out of memory, output that cannot be written); 2 bad
+  use (an option or a source that is wrong); 130 interrupted (what was written
+  stays); 141 nobody reads the output any more."""
 
 
 class UsageError(Exception):
@@ -70,7 +74,7 @@ def default(function: Callable[..., object], name: str) -> Any:
 
 def parser() -> argparse.ArgumentParser:
     """A parser that raises `UsageError` where argparse would print its usage and exit."""
-    built = _Parser(
+    built = Parser(
         prog="python -m ddtree.run",
         description=_DESCRIPTION,
         epilog=_EPILOG,
@@ -83,9 +87,14 @@ def parser() -> argparse.ArgumentParser:
     return built
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
+    """Raises `UsageError` where argparse would print its usage and exit, and fails where help cannot be written."""
+
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{' '.join(message.split())}; --help lists the options")
+
+    def print_help(self, file: Any = None) -> None:
+        print(self.format_help(), end="", file=file, flush=True)
 
 
 def _add_text(group: argparse._ArgumentGroup) -> None:
@@ -100,15 +109,17 @@ def _add_text(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_models(group: argparse._ArgumentGroup) -> None:
-    source = "a folder, a hub id owner/name, or bundled"
-    group.add_argument("--target", type=_source, default=BUNDLED, metavar="SOURCE", help=f"{source} (the default)")
+    sources = "a folder, a hub id owner/name, or bundled"
+    group.add_argument("--target", type=source, default=BUNDLED, metavar="SOURCE", help=f"{sources} (the default)")
     group.add_argument(
         "--drafter",
-        type=_source,
+        type=source,
         metavar="SOURCE",
-        help=f"{source}; default: the bundled one for the bundled target, none for others, which then decode plainly",
+        help=f"{sources}; default: the bundled one for the bundled target, none for others, which then decode plainly",
     )
-    group.add_argument("--device", metavar="NAME", help="cpu, cuda or cuda:N (default: cuda if there is one)")
+    group.add_argument(
+        "--device", type=device, metavar="NAME", help="cpu, cuda or cuda:N (default: cuda if there is one)"
+    )
     group.add_argument(
         "--engine",
         choices=("auto", "eager", "graph"),
@@ -130,10 +141,13 @@ def _add_decoding(group: argparse._ArgumentGroup) -> None:
     )
     nodes = default(generate, "budget")
     group.add_argument(
-        "--budget", type=_count, metavar="N", help=f"drafted tokens a round, the root not counted (default: {nodes})"
+        "--budget",
+        type=whole(most=MOST_NODES),
+        metavar="N",
+        help=f"drafted tokens a round, the root not counted (default: {nodes}); at most {MOST_NODES}",
     )
     group.add_argument(
-        "--max-new-tokens", type=_count, default=128, metavar="N", help="stop after N tokens (default: %(default)s)"
+        "--max-new-tokens", type=whole(), default=128, metavar="N", help="stop after N tokens (default: %(default)s)"
     )
     sampling: tuple[tuple[str, str, Callable[[str], float], str], ...] = (
         ("temperature", "T", float, "0 takes the likeliest token"),
@@ -157,17 +171,33 @@ def _add_decoding(group: argparse._ArgumentGroup) -> None:
     )
 
 
-def _count(text: str) -> int:
-    if not re.fullmatch("[0-9]{1,10}", text) or int(text) > _MOST:
-        raise argparse.ArgumentTypeError(f"must be an integer from 0 to {_MOST}, got {text!r}")
-    return int(text)
+def whole(least: int = 0, most: int = _MOST) -> Callable[[str], int]:
+    """A type of argument: an integer in [least, most]."""
+
+    def read(text: str) -> int:
+        if not re.fullmatch("[0-9]{1,10}", text) or not least <= int(text) <= most:
+            raise argparse.ArgumentTypeError(f"must be an integer from {least} to {most}, got {text!r}")
+        return int(text)
+
+    return read
 
 
-def _source(text: str) -> str:
-    """A word that can name a checkpoint; whether a hub id is known to the hub shows later."""
+def source(text: str) -> str:
+    """A type of argument: a word that can name a checkpoint. Whether a hub id is known to the hub shows later."""
     path = os.path.expanduser(text)
     if os.path.exists(path) and not os.path.isdir(path):
         raise argparse.ArgumentTypeError(f"{text} is a file; give the folder that holds config.json and the weights")
     if text != BUNDLED and not os.path.isdir(path) and not _HUB_ID.fullmatch(text):
         raise argparse.ArgumentTypeError(f"{text!r} is no existing folder, no hub id owner/name, and not {BUNDLED!r}")
     return text
+
+
+def device(text: str) -> torch.device:
+    """A type of argument: a device that is there."""
+    named = re.fullmatch(r"cpu|cuda(?::(\d{1,3}))?", text, re.ASCII)
+    if named is None:
+        raise argparse.ArgumentTypeError(f"must be cpu, cuda or cuda:N, got {text!r}")
+    if text != "cpu" and int(named[1] or 0) >= torch.cuda.device_count():
+        found = torch.cuda.device_count()
+        raise argparse.ArgumentTypeError(f"{text} is not there (CUDA devices found: {found}); use cpu")
+    return torch.device(text)

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import torch
 
-from qwen_gdn.decode import Sampler
+from qwen_gdn.decode import Sampler, greedy
 
 from .arguments import BUNDLED, DTYPE_NAMES, UsageError, default, parser
 from .loop import generate
@@ -74,12 +74,12 @@ def parse(argv: Sequence[str] | None = None) -> Options:
     """
     asked = parser().parse_args(argv)
     _check_combination(asked)
-    _check_sampling(asked)
+    random = _draws_at_random(asked)
     drafter = asked.drafter or (BUNDLED if asked.target == BUNDLED else None)
     mode: Mode = asked.mode if drafter else "plain"
     nodes = default(generate, "budget") if asked.budget is None else asked.budget
-    drawn = secrets.randbits(32) if asked.seed is None and asked.temperature > 0 else asked.seed
-    device = _device(asked.device)
+    drawn = secrets.randbits(32) if asked.seed is None and random else asked.seed
+    device = asked.device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     kept = ("target", "max_new_tokens", "temperature", "top_k", "top_p", "chat", "json", "echo")
     return Options(
         **{name: getattr(asked, name) for name in kept},
@@ -107,11 +107,15 @@ def _check_combination(asked: argparse.Namespace) -> None:
         )
 
 
-def _check_sampling(asked: argparse.Namespace) -> None:
+def _draws_at_random(asked: argparse.Namespace) -> bool:
+    """Whether the sampler that is asked for draws anything at random."""
     try:
-        make_sampler(asked.temperature, top_k=asked.top_k, top_p=asked.top_p, seed=asked.seed)
+        sampler = make_sampler(asked.temperature, top_k=asked.top_k, top_p=asked.top_p, seed=asked.seed)
     except ValueError as error:
-        raise UsageError(str(error)) from None
+        # The library names its own arguments.
+        named = re.sub(r"sampler: (\w+)", lambda found: "--" + found[1].replace("_", "-"), str(error))
+        raise UsageError(named) from None
+    return sampler is not greedy
 
 
 def _notes(asked: argparse.Namespace, mode: Mode) -> Iterator[str]:
@@ -123,20 +127,13 @@ def _notes(asked: argparse.Namespace, mode: Mode) -> Iterator[str]:
     cut = any(getattr(asked, name) != default(make_sampler, name) for name in ("top_k", "top_p"))
     if asked.temperature == 0 and (cut or asked.seed is not None):
         yield "at --temperature 0 nothing is drawn at random; --top-k, --top-p and --seed change nothing"
-
-
-def _device(name: str | None) -> torch.device:
-    if name is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    named = re.fullmatch(r"cpu|cuda(?::(\d{1,3}))?", name, re.ASCII)
-    if named is None:
-        raise UsageError(f"--device must be cpu, cuda or cuda:N, got {name!r}")
-    if name != "cpu" and int(named[1] or 0) >= torch.cuda.device_count():
-        raise UsageError(f"--device {name} is not there (CUDA devices found: {torch.cuda.device_count()}); use cpu")
-    return torch.device(name)
+    elif asked.temperature > 0 and asked.top_k == 1:
+        yield "with --top-k 1 nothing is drawn at random; --temperature, --top-p and --seed change nothing"
 
 
 def _prompt(given: str) -> str:
+    if given == "-" and sys.stdin is None:
+        raise UsageError("--prompt - reads standard input, which is closed; give it a file, a pipe or a terminal")
     try:
         prompt = sys.stdin.read() if given == "-" else given
     except UnicodeDecodeError as error:

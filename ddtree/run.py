@@ -12,6 +12,12 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Literal, NamedTuple, NoReturn
 
+from .interrupts import STATUS as INTERRUPTED
+from .interrupts import interrupt_again, leave_at_once
+
+if __name__ == "__main__":
+    leave_at_once()
+
 import torch
 from tqdm import tqdm
 
@@ -26,9 +32,11 @@ from .options import Options, parse
 from .prepare import Job, prepare
 from .recorded_drafter import RecordedDrafter
 from .report import Figures, Meter, lines
+from .sources import check_source
+from .streams import lost, open_closed_stderr, say
 from .tree import build_chain, build_tree
 
-FAILURE, BAD_USE, INTERRUPTED, BROKEN_PIPE = 1, 2, 130, 141
+FAILURE, BAD_USE, BROKEN_PIPE = 1, 2, 141
 
 _NO_MEMORY = ("can't allocate memory", "not enough memory", "CUBLAS_STATUS_ALLOC_FAILED")
 
@@ -47,6 +55,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises:
         SystemExit: after printing help.
     """
+    open_closed_stderr()
+    if sys.stdout is None:
+        return _fail("standard output is closed, where the text goes; give it a file, a pipe or a terminal", FAILURE)
+    status = _explaining(argv)
+    return FAILURE if status == 0 and lost() else status
+
+
+def _explaining(argv: Sequence[str] | None) -> int:
     try:
         return _run(parse(argv))
     except UsageError as error:
@@ -63,6 +79,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(options: Options) -> int:
+    check_source(options.target, "target")
+    if options.drafter is not None:
+        check_source(options.drafter, "drafter")
     job = prepare(options)
     for note in (*options.notes, *job.notes):
         _say(f"note: {note}")
@@ -136,7 +155,7 @@ class Page:
         if always or sys.stdout.isatty():
             print(flush=True)
         elif sys.stderr.isatty():
-            print(file=sys.stderr, flush=True)
+            say("")
 
 
 def _write(page: Page, rounds: Iterator[Round], job: Job) -> Outcome:
@@ -184,12 +203,8 @@ def _prefill_progress(on_stage: OnStage, tokens: int) -> Iterator[OnStage]:
 
 
 def _report(options: Options, outcome: Outcome, figures: Figures) -> None:
-    print(f"finish reason: {outcome.finish_reason}", file=sys.stderr)
-    for line in lines(figures):
-        print(line, file=sys.stderr)
-    if options.seed is not None:
-        print(f"seed {options.seed}", file=sys.stderr)
-    sys.stderr.flush()
+    seed = [] if options.seed is None else [f"seed {options.seed}"]
+    say(f"finish reason: {outcome.finish_reason}", *lines(figures), *seed)
 
 
 def _as_json(options: Options, outcome: Outcome, figures: Figures, target: HybridModel) -> str:
@@ -220,18 +235,20 @@ def _fail(message: str, status: int) -> int:
 
 
 def _say(message: str) -> None:
-    print(f"ddtree: {message}", file=sys.stderr, flush=True)
+    say(f"ddtree: {message}")
 
 
 def _leave(status: int) -> NoReturn:
     """Exits; output that cannot be written any more is dropped, or the interpreter would complain of it at its end."""
     for stream in (sys.stdout, sys.stderr):
         try:
-            stream.flush()
+            if stream is not None:
+                stream.flush()
         except OSError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
     sys.exit(status)
 
 
 if __name__ == "__main__":
+    interrupt_again()
     _leave(main())

@@ -4,6 +4,9 @@ A scribe is a target whose layers do nothing and whose head turns each token int
 write is known without running any of our code, and its script spreads single characters over several tokens.
 """
 
+import errno
+import io
+import os
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +25,13 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     "{% if enable_thinking is defined and enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}"
 )
+
+
+class Full(io.StringIO):
+    """A stream on a disk that is full."""
+
+    def write(self, text: str) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def _trained() -> Any:

@@ -312,6 +312,9 @@ def test_options_that_change_nothing_are_noted(run: Run, pair: list[object]) -> 
     for flag in ("--top-k", "--seed"):
         assert "note: at --temperature 0 nothing is drawn at random" in run(*ask, flag, 5).err
     assert "note" not in run(*ask, "--seed", 5, "--temperature", 0.5).err
+    likeliest = run(*ask, "--temperature", 0.8, "--top-k", 1, "--json")
+    assert "note: with --top-k 1 nothing is drawn at random; --temperature, --top-p and --seed" in likeliest.err
+    assert likeliest.json["seed"] is None and "\nseed " not in likeliest.err
 
 
 def test_a_chat_is_put_into_the_template_and_its_messages_yield_no_control_tokens(
@@ -458,6 +461,26 @@ def test_an_interrupt_keeps_the_text_and_reports_its_figures(
     assert "finish reason: interrupted\n11 tokens after a prompt of 1\n" in ran.err
 
 
+def test_an_error_of_the_device_is_one_line(run: Run, cycle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    error = torch.AcceleratorError("CUDA error: an illegal memory access\nwas encountered")
+    drafter = draft_by(monkeypatch, Failing(error))
+    ran = run("--target", cycle, *drafter, "--prompt", scribe.PROMPT, "--max-new-tokens", 50)
+    assert (ran.status, ran.err) == (1, "ddtree: error: CUDA error: an illegal memory access was encountered\n")
+
+
+@pytest.mark.parametrize(("stream", "status"), [(None, 0), (scribe.Full(), 1)])
+def test_text_is_not_lost_where_standard_error_is_closed_or_full(
+    cycle: Path, monkeypatch: pytest.MonkeyPatch, stream: Any, status: int
+) -> None:
+    page = Recorder()
+    monkeypatch.setattr(sys, "stdout", page)
+    monkeypatch.setattr(sys, "stderr", stream)
+    argv = ["--target", str(cycle), "--prompt", scribe.PROMPT, "--max-new-tokens", "10", "--json"]
+    assert cli.main(argv) == status
+    assert page.getvalue().startswith(scribe.SCRIPT)
+    assert json.loads(page.getvalue().splitlines()[-1])["text"] == scribe.SCRIPT
+
+
 @pytest.mark.parametrize(
     "error",
     [
@@ -521,6 +544,25 @@ def test_a_full_disk_is_one_line(cycle: Path) -> None:
     _, err = process.communicate()
     assert process.returncode == 1
     assert re.fullmatch(rb"ddtree: error: .*No space left on device\n", err)
+
+
+@pytest.mark.parametrize(
+    ("closed", "status", "out", "err"),
+    [
+        (">&-", 1, b"", rb"ddtree: error: standard output is closed.*\n"),
+        ("2>&-", 0, scribe.SCRIPT.encode(), b""),
+        ("2>/dev/full", 1, scribe.SCRIPT.encode(), b""),
+    ],
+)
+def test_a_stream_that_cannot_be_written_is_no_traceback(
+    cycle: Path, closed: str, status: int, out: bytes, err: bytes
+) -> None:
+    argv = ["--target", str(cycle), "--prompt", scribe.PROMPT, "--max-new-tokens", "10"]
+    done = subprocess.run(
+        ["sh", "-c", f'"$@" {closed}', "sh", *MODULE, *argv], cwd=ROOT, capture_output=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (status, out)
+    assert re.fullmatch(err, done.stderr)
 
 
 def test_control_c_ends_it_with_figures_and_status_130(cycle: Path) -> None:

@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -63,26 +64,28 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (("--prompt", "x", "y"), "unrecognized arguments: y"),
         (("--prompt", "x", "--budge", "3"), "unrecognized arguments: --budge 3"),
         (("--prompt", "x", "--mode", "forest"), "--mode: invalid choice: 'forest'"),
-        (("--prompt", "x", "--budget", "-1"), "--budget: must be an integer from 0 to 2147483647, got '-1'"),
+        (("--prompt", "x", "--budget", "-1"), "--budget: must be an integer from 0 to 1024, got '-1'"),
+        (("--prompt", "x", "--budget", "1025"), "--budget: must be an integer from 0 to 1024, got '1025'"),
+        (("--prompt", "x", "--budget", "2147483647"), "from 0 to 1024, got '2147483647'"),
         (("--prompt", "x", "--budget", "1.5"), "--budget: must be an integer"),
         (("--prompt", "x", "--max-new-tokens", "-1"), "--max-new-tokens: must be an integer"),
         (("--prompt", "x", "--max-new-tokens", "9" * 30), "--max-new-tokens: must be an integer"),
         (("--prompt", "x", "--max-new-tokens", "²"), "--max-new-tokens: must be an integer"),
-        (("--prompt", "x", "--temperature", "-0.5"), "temperature must be finite and at least 0, got -0.5"),
-        (("--prompt", "x", "--temperature", "nan"), "temperature must be finite"),
-        (("--prompt", "x", "--temperature", "inf"), "temperature must be finite"),
+        (("--prompt", "x", "--temperature", "-0.5"), "--temperature must be finite and at least 0, got -0.5"),
+        (("--prompt", "x", "--temperature", "nan"), "--temperature must be finite"),
+        (("--prompt", "x", "--temperature", "inf"), "--temperature must be finite"),
         (("--prompt", "x", "--temperature", "warm"), "--temperature: invalid float value: 'warm'"),
-        (("--prompt", "x", "--top-k", "-1"), "top_k must be an int of at least 0"),
+        (("--prompt", "x", "--top-k", "-1"), "--top-k must be an int of at least 0"),
         (("--prompt", "x", "--top-k", "2.0"), "--top-k: invalid int value: '2.0'"),
-        (("--prompt", "x", "--top-p", "0"), "top_p must lie in (0, 1], got 0.0"),
-        (("--prompt", "x", "--top-p", "1.1"), "top_p must lie in (0, 1], got 1.1"),
-        (("--prompt", "x", "--seed", "1" * 30), "seed must lie in"),
+        (("--prompt", "x", "--top-p", "0"), "--top-p must lie in (0, 1], got 0.0"),
+        (("--prompt", "x", "--top-p", "1.1"), "--top-p must lie in (0, 1], got 1.1"),
+        (("--prompt", "x", "--seed", "1" * 30), "--seed must be an int and lie in"),
         (("--prompt", "x", "--seed", "one"), "--seed: invalid int value: 'one'"),
         (("--prompt", "x", "--system", "be short"), "--system belongs to a conversation"),
         (("--prompt", "x", "--no-thinking"), "--no-thinking belongs to a conversation"),
         (("--prompt", "x", "--chat", "--echo"), "leave out --echo or --chat"),
-        (("--prompt", "x", "--device", "tpu"), "--device must be cpu, cuda or cuda:N, got 'tpu'"),
-        (("--prompt", "x", "--device", "cuda:99"), "--device cuda:99 is not there"),
+        (("--prompt", "x", "--device", "tpu"), "--device: must be cpu, cuda or cuda:N, got 'tpu'"),
+        (("--prompt", "x", "--device", "cuda:99"), "--device: cuda:99 is not there"),
         (("--prompt", "x", "--dtype", "int8"), "--dtype: invalid choice: 'int8'"),
         (("--prompt", "x", "--target", "no-such-folder"), "'no-such-folder' is no existing folder"),
         (("--prompt", "x", "--target", "/no/such/folder"), "'/no/such/folder' is no existing folder"),
@@ -104,6 +107,33 @@ def test_an_empty_or_broken_standard_input_is_bad_use(refused: Refused, monkeypa
     assert "the prompt is empty" in refused(2, "--prompt", "-")
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"ab\xff"), encoding="utf-8"))
     assert "no text in utf-8: byte 2 is wrong" in refused(2, "--prompt", "-")
+
+
+@pytest.mark.usefixtures("no_weights")
+def test_a_closed_standard_input_is_bad_use_where_the_prompt_is_read_from_it(
+    refused: Refused, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", None)
+    assert "--prompt - reads standard input, which is closed" in refused(2, "--prompt", "-")
+
+
+@pytest.mark.usefixtures("no_weights")
+@pytest.mark.parametrize("ask", [["--prompt", "x"], ["--help"]])
+def test_a_closed_standard_output_is_a_failure(
+    ask: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdout", None)
+    assert cli.main(ask) == 1
+    err = capsys.readouterr().err
+    assert err.startswith("ddtree: error: standard output is closed") and err.count("\n") == 1
+
+
+def test_help_that_cannot_be_written_is_a_failure(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdout", scribe.Full())
+    assert cli.main(["--help"]) == 1
+    assert capsys.readouterr().err == "ddtree: error: [Errno 28] No space left on device\n"
 
 
 @pytest.mark.usefixtures("no_weights")
@@ -159,7 +189,16 @@ def test_a_damaged_config_is_a_failure_that_names_its_file(refused: Refused, tmp
         message = refused(1, *ask)
         assert str(file) in message and key in message
     file.unlink()
-    assert f"{pair[part]} has no config.json" in refused(1, *ask)
+    assert f"{pair[part]} has no config.json; give the folder of a checkpoint" in refused(2, *ask)
+
+
+@pytest.mark.usefixtures("no_weights")
+def test_a_target_as_drafter_and_a_drafter_as_target_are_bad_use(refused: Refused, tmp_path: Path) -> None:
+    target, drafter = scribe.write_random_pair(tmp_path)
+    message = refused(2, "--target", drafter, "--prompt", "x")
+    assert message == f"--target {drafter} is a drafter; give it as --drafter, and a target as --target"
+    message = refused(2, "--target", target, "--drafter", target, "--prompt", "x")
+    assert message == f"--drafter {target} is a target; give it as --target, and a drafter as --drafter"
 
 
 @pytest.mark.usefixtures("no_weights")
@@ -264,8 +303,26 @@ def test_help_names_every_option_with_its_default_and_ends_well(capsys: pytest.C
     options = "--prompt --target --drafter --mode --budget --max-new-tokens --temperature --top-k --top-p --seed"
     for option in f"{options} --chat --system --no-thinking --device --dtype --json --echo".split():
         assert said.count(option) >= 2, f"{option} in usage and list"
-    for words in ("the root not counted (default: 15)", "(default: tree)", "exit status: 0 success", "<|im_end|>"):
+    for words in (
+        "the root not counted (default: 15); at most 1024",
+        "(default: tree)",
+        "exit status: 0 success",
+        "<|im_end|>",
+    ):
         assert words in said
+
+
+def test_an_interrupt_while_the_command_is_imported_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(30)\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "ddtree.run", "--prompt", "x"],
+        cwd=Path(__file__).parents[1],
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        check=False,
+        timeout=20,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, b"", b"ddtree: interrupted\n")
 
 
 def test_as_a_process_bad_use_has_status_2_and_one_line() -> None:
