@@ -1,6 +1,7 @@
 """The tool that runs the full grid: what it reports, and that it would report a fault."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -45,15 +46,30 @@ def test_a_walk_that_takes_what_was_drafted_is_a_fault_with_its_place(
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--budgets", "-1"], ["--proposers", "lucky"], ["--prompts", "0"], ["--dtypes", ""]]
+    ("arguments", "said"),
+    [
+        (["--budgets", "-1"], "--budgets"),
+        (["--budgets", "1,x"], "give numbers of at least 0 with commas between, got '1,x'"),
+        (["--proposers", "lucky"], "unknown name 'lucky', give some of"),
+        (["--prompts", "0"], "give a number of at least 1, got '0'"),
+        (["--dtypes", ""], "give some of: float64"),
+        (["--model", "no such folder"], "--model: 'no such folder' is no existing folder"),
+        (["--drafter", "/nope"], "--drafter: '/nope' is no existing folder"),
+        (["--promts", "3"], "unrecognized arguments: --promts 3"),
+    ],
 )
-def test_bad_use_ends_with_code_two(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_use_ends_with_code_two_in_one_line(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as ended:
         exactness.main(arguments)
     assert ended.value.code == 2
-    assert "give" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert said in err and err.startswith("exactness: error: ") and err.count("\n") == 1
 
 
-def test_a_model_that_cannot_be_had_is_one_line_and_code_one(capsys: pytest.CaptureFixture[str]) -> None:
-    assert exactness.main(["--model", "no such folder"]) == 1
+def test_a_model_that_cannot_be_had_is_one_line_and_code_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert exactness.main(["--model", str(tmp_path)]) == 1
     assert capsys.readouterr().err.count("\n") == 1

@@ -318,14 +318,63 @@ def test_bench_fails_if_a_tree_that_holds_the_chain_accepts_less(
 
 
 def test_bench_fails_in_one_line(pair_arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert bench.main(["--target", str(tmp_path / "nothing"), "--threads", "1"]) == 1
+    (tmp_path / "none.json").write_text("{}")
+    assert bench.main(["--target", str(tmp_path), "--threads", "1"]) == 1
     assert bench.main([*pair_arguments, "--prompts", str(tmp_path / "none.json")]) == 1
     errors = capsys.readouterr().err.splitlines()
     assert len(errors) == 2 and all(line.startswith("bench: ") for line in errors)
-    for bad in (["--budgets", "0"], ["--rounds", "0"], ["--max-new-tokens", "1"], ["--acceptance", "--builder"]):
-        with pytest.raises(SystemExit) as exit_:
-            bench.main([*pair_arguments, *bad])
-        assert exit_.value.code == 2
+
+
+def bad_use(tool: Any, arguments: Sequence[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """What a tool says in the one line with which it refuses a command line."""
+    with pytest.raises(SystemExit) as exit_:
+        tool.main(arguments)
+    assert exit_.value.code == 2
+    out, err = capsys.readouterr()
+    name = tool.__name__.removeprefix("tools.")
+    assert out == "" and err.count("\n") == 1 and err.startswith(f"{name}: error: ")
+    return err.removeprefix(f"{name}: error: ")
+
+
+NO_CUDA = pytest.mark.skipif(torch.cuda.is_available(), reason="asks for a device that is not there")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--budgets", "0"], "--budgets: must be an integer from 1"),
+        (["--budgets", "4,x"], "--budgets: must be an integer from 1 to 2147483647, got 'x'"),
+        (["--rounds", "0"], "--rounds: must be an integer from 1"),
+        (["--max-new-tokens", "1"], "--max-new-tokens: must be an integer from 2"),
+        (["--threads", "two"], "--threads: must be an integer from 1"),
+        (["--acceptance", "--builder"], "not allowed with"),
+        (["--target", "/nope"], "--target: '/nope' is no existing folder"),
+        (["--drafter", "/nope"], "--drafter: '/nope' is no existing folder"),
+        (["--prompts", "/nope.json"], "--prompts: /nope.json is no file"),
+        (["--device", "tpu"], "--device: must be cpu, cuda or cuda:N, got 'tpu'"),
+        pytest.param(["--device", "cuda"], "--device: cuda is not there", marks=NO_CUDA),
+        (["--builder", "--budgets", "4"], "--budgets is not used when builder is measured"),
+        (["--builder", "--target", "bundled"], "--target is not used when builder is measured"),
+        (["--acceptance", "--rounds", "3"], "--rounds is not used when acceptance is measured"),
+        (["--layers", "3"], "--layers is not used when speed is measured"),
+        (["--gpu", "--max-new-tokens", "9"], "--max-new-tokens is not used when gpu is measured"),
+        (["--gpu"], "--gpu needs --target-config and --drafter-config"),
+        (["--gpu", "--target-config", "/nope.json"], "--target-config: /nope.json is no file"),
+        (["--gpu", "--sizes", ""], "--sizes: must be an integer from 1"),
+    ],
+)
+def test_bench_refuses_bad_use_in_one_line(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert said in bad_use(bench, arguments, capsys)
+
+
+def test_bench_reports_the_options_it_used_and_no_others(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    times = builder_times(positions=3, vocabulary=500, nodes=4, repeats=1)
+    monkeypatch.setattr(bench, "builder_times", lambda: times)
+    assert bench.main(["--builder", "--threads", "1"]) == 0
+    said = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert set(said) == {"measured", "threads", "torch", "builder"}
 
 
 def test_layer_diff_finds_no_difference_in_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -377,17 +426,64 @@ def test_cuts_sum_to_the_total_and_random_trees_are_trees() -> None:
 
 
 @pytest.mark.parametrize(
-    "bad", [[], ["x", "--random", "tiny"], ["x", "--layers", "2"], ["x", "--tree", "-1"], ["x", "--device", "gpu"]]
+    ("arguments", "said"),
+    [
+        ([], "one of the arguments source --random is required"),
+        (["bundled", "--random", "tiny"], "not allowed with"),
+        (["bundled", "--layers", "2"], "--layers is for --random"),
+        (["/nope"], "'/nope' is no existing folder"),
+        (["bundled", "--tree", "-1"], "--tree"),
+        (["bundled", "--tree", "x"], "--tree: must be an integer from 0"),
+        (["bundled", "--tokens", "x"], "--tokens: must be an integer from 1"),
+        (["bundled", "--cuts", "3,x"], "--cuts: must be an integer from 1 to 2147483647, got 'x'"),
+        (["bundled", "--device", "gpu"], "--device: must be cpu, cuda or cuda:N, got 'gpu'"),
+        pytest.param(["bundled", "--device", "cuda"], "--device: cuda is not there", marks=NO_CUDA),
+        (["bundled", "--tolerance", "nan"], "--tolerance: must be a finite number of at least 0, got 'nan'"),
+        (["bundled", "--tolerance", "inf"], "--tolerance: must be a finite number"),
+        (["bundled", "--tolerance", "-1"], "--tolerance"),
+        (["bundled", "--tolerance", "small"], "--tolerance: must be a finite number of at least 0, got 'small'"),
+    ],
 )
-def test_layer_diff_refuses_bad_use(bad: list[str]) -> None:
-    with pytest.raises(SystemExit) as exit_:
-        layer_diff.main(bad)
-    assert exit_.value.code == 2
+def test_layer_diff_refuses_bad_use_in_one_line(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert said in bad_use(layer_diff, arguments, capsys)
 
 
 def test_layer_diff_fails_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert layer_diff.main([str(tmp_path / "nothing")]) == 1
+    assert layer_diff.main([str(tmp_path)]) == 1
     assert capsys.readouterr().err.startswith("layer_diff: ")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_layer_diff_is_content_with_two_programs_that_round_differently(
+    dtype: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    oracle("transformers")
+    ask = ["--random", "tiny", "--tokens", "40", "--tree", "12", "--dtype", dtype]
+    for seed in ("1", "8"):  # here the largest single errors differ by more than the factor
+        assert layer_diff.main([*ask, "--seed", seed]) == 0
+    assert "rms errors to float32" in capsys.readouterr().out
+    assert layer_diff.main([*ask, "--tolerance", "1e-4"]) == 1
+    assert "errors to transformers, tolerance 1.0e-04" in capsys.readouterr().out
+
+
+def test_layer_diff_finds_a_fault_beyond_the_rounding_of_the_dtype(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    oracle("transformers")
+
+    def spoilt(options: Any) -> layer_diff.Sides:
+        sides = load(options)
+        norm = sides.ours.layers[3].self_attn.k_norm  # its parameter is replaced, for theirs shares the storage
+        norm.weight = torch.nn.Parameter(norm.weight + 1.0, requires_grad=False)
+        return sides
+
+    load = layer_diff.load
+    monkeypatch.setattr(layer_diff, "load", spoilt)
+    ask = ["--random", "tiny", "--tokens", "40", "--tree", "0", "--dtype", "bfloat16"]
+    assert layer_diff.main(ask) == 1
+    assert "DIFFERENT one shot: first in layers." in capsys.readouterr().out
 
 
 def test_the_checks_of_the_gpu_hold_at_toy_size_in_float32() -> None:

@@ -18,7 +18,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -33,6 +33,7 @@ from tools.measure import tables
 from tools.measure.acceptance import in_use, teacher_forced
 from tools.measure.gpu import Shape
 from tools.measure.gpu import measure as measure_gpu
+from tools.measure.options import DTYPES, circumstances, parse
 from tools.measure.parts import builder_times, window_bytes
 from tools.measure.prompts import PromptSet, read_prompts
 from tools.measure.runs import Mode, Pair
@@ -40,12 +41,6 @@ from tools.measure.speed import measure, modes_of
 from weights import load_drafter, load_target, load_tokenizer
 
 BUNDLED_PROMPTS = Path(__file__).resolve().parents[1] / "weights" / "bundled" / "prompts"
-DTYPES = {
-    "float32": torch.float32,
-    "float64": torch.float64,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
 SPEED_PROMPTS = 10
 
 
@@ -58,7 +53,7 @@ class Result(NamedTuple):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = _options(arguments)
+    options = parse((__doc__ or "").split("\n\n")[0], (speed, acceptance, builder, gpu), arguments)
     torch.set_num_threads(options.threads)
     try:
         result = options.measure(options)
@@ -66,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"bench: {error}", file=sys.stderr)
         return 1
     print("\n".join(result.lines))
-    print(json.dumps({"measured": options.measure.__name__} | _circumstances(options) | result.figures))
+    print(json.dumps({"measured": options.measure.__name__} | circumstances(options) | result.figures))
     return 0 if result.sound else 1
 
 
@@ -116,8 +111,6 @@ def builder(options: argparse.Namespace) -> Result:
 
 def gpu(options: argparse.Namespace) -> Result:
     """Times of the graph engine, as ratios to the read floor."""
-    if options.target_config is None or options.drafter_config is None:
-        raise ValueError("--gpu needs --target-config and --drafter-config, files such as a checkpoint's config.json")
     lines: list[str] = []
 
     def say(line: str) -> None:
@@ -138,10 +131,9 @@ def gpu(options: argparse.Namespace) -> Result:
         accepted=(1, 4, 8, 16),
         repeats=max(options.rounds, 2),
     )
-    device = torch.device(options.device)
-    dtype = DTYPES[options.dtype or ("bfloat16" if device.type == "cuda" else "float32")]
-    figures = measure_gpu(shape, device, dtype, announce, say)
-    return Result(lines, figures | {"device_name": _device_name(device), "compute_dtype": str(dtype)})
+    dtype = DTYPES[options.dtype or ("bfloat16" if options.device.type == "cuda" else "float32")]
+    figures = measure_gpu(shape, options.device, dtype, announce, say)
+    return Result(lines, figures | {"device_name": _device_name(options.device), "compute_dtype": str(dtype)})
 
 
 def _parsed(file: Path, layers: int | None) -> dict[str, Any]:
@@ -189,11 +181,6 @@ def _prompt_sets(options: argparse.Namespace, limit: int | None, *, only_first: 
     yield from ordered[: 1 if only_first else None]
 
 
-def _circumstances(options: argparse.Namespace) -> dict[str, Any]:
-    names = ("target", "drafter", "device", "dtype", "threads", "budgets", "max_new_tokens", "rounds")
-    return {name: getattr(options, name) for name in names} | {"torch": torch.__version__}
-
-
 def _about(prompts: PromptSet) -> dict[str, Any]:
     longest = max(map(len, prompts.prompts))
     return {
@@ -210,44 +197,6 @@ def _ties(ties: Sequence[tuple[str, Any]]) -> dict[str, Any]:
 
 def _named(mode: Mode, table: dict[str, Any]) -> dict[str, Any]:
     return table | {"mode": str(mode)}
-
-
-def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="bench", description=(__doc__ or "").split("\n\n")[0], allow_abbrev=False)
-    what = parser.add_mutually_exclusive_group()
-    for function in (acceptance, builder, gpu):
-        what.add_argument(f"--{function.__name__}", dest="measure", action="store_const", const=function)
-    parser.set_defaults(measure=speed)
-    parser.add_argument("--target", default="bundled", help="folder, hub id, or 'bundled'")
-    parser.add_argument("--drafter", default="bundled", help="the drafter of that target, likewise")
-    parser.add_argument("--prompts", nargs="+", type=Path, metavar="FILE", help="default: those of the bundled pair")
-    parser.add_argument("--limit", type=_at_least(1), help="prompts of each set that are used")
-    parser.add_argument("--budgets", type=_budgets, default=[4, 8, 15, 31, 63], help="comma-separated")
-    parser.add_argument("--rounds", type=_at_least(1), default=5, help="alternations of the speed measurement")
-    parser.add_argument("--max-new-tokens", type=_at_least(2), default=64)
-    parser.add_argument("--threads", type=_at_least(1), default=2)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--dtype", choices=DTYPES)
-    parser.add_argument("--target-config", type=Path, metavar="FILE", help="with --gpu: a target's config.json")
-    parser.add_argument("--drafter-config", type=Path, metavar="FILE", help="with --gpu: a drafter's config.json")
-    parser.add_argument("--layers", type=_at_least(1), help="with --gpu: only the target's first layers")
-    parser.add_argument("--sizes", type=_budgets, default=[16, 32, 64, 128, 256], help="with --gpu: tree sizes")
-    parser.add_argument("--prefixes", type=_budgets, default=[512, 2048, 8192, 32768], help="with --gpu")
-    return parser.parse_args(arguments)
-
-
-def _at_least(least: int) -> Callable[[str], int]:
-    def number(text: str) -> int:
-        value = int(text)
-        if value < least:
-            raise argparse.ArgumentTypeError(f"must be {least} or more, got {value}")
-        return value
-
-    return number
-
-
-def _budgets(text: str) -> list[int]:
-    return sorted({_at_least(1)(part) for part in text.split(",")})
 
 
 if __name__ == "__main__":

@@ -31,8 +31,10 @@ from proposers import PROPOSERS, difference, emitted, small_model  # noqa: E402
 from tiny import randint, random_tokens, seeded, tiny_model  # noqa: E402
 
 from ddtree import NoDrafts, Proposer, build_chain, build_tree, generate  # noqa: E402
+from ddtree.arguments import source  # noqa: E402
 from ddtree.loop import Build  # noqa: E402
 from qwen_gdn import QwenGDN, decode  # noqa: E402
+from tools.arguments import ToolParser  # noqa: E402
 from weights import load_drafter, load_target  # noqa: E402
 
 BUDGETS = (0, 1, 2, 3, 7, 8, 15, 16, 31, 63, 64)
@@ -147,12 +149,21 @@ def _lines(dtype: str, outcome: Outcome) -> list[str]:
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     about, _, rest = (__doc__ or "").partition("\n\n")
-    parser = argparse.ArgumentParser(
-        description=about, epilog=rest, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = ToolParser(
+        prog="exactness",
+        description=about,
+        epilog=rest,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--model", default="small", help="small, deep, or a target: a folder, a hub id or `bundled` (default: small)")
-    add("--drafter", help="a drafter of that target, as one more proposer")
+    add(
+        "--model",
+        type=_model_name,
+        default="small",
+        help="small, deep, or a target: a folder, a hub id or `bundled` (default: small)",
+    )
+    add("--drafter", type=source, help="a drafter of that target, as one more proposer")
     add("--proposers", type=_choice_of(PROPOSERS), default=list(PROPOSERS), help=f"of {', '.join(PROPOSERS)}")
     add("--dtypes", type=_choice_of(DTYPES), default=list(DTYPES), help=f"of {', '.join(DTYPES)}")
     add("--budgets", type=_numbers, default=list(BUDGETS), help=f"drafted nodes a round (default: {BUDGETS})")
@@ -161,6 +172,10 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--threads", type=_positive, default=1, help="of torch (default: 1)")
     add("--no-plain", dest="plain", action="store_false", help="leave out the loop without drafts")
     return parser.parse_args(arguments)
+
+
+def _model_name(text: str) -> str:
+    return text if text in MODELS else source(text)
 
 
 def _choice_of(known: dict[str, Any]) -> Callable[[str], list[str]]:

@@ -1,6 +1,6 @@
 """Two traces compared: an error for every part, the first fault, and how they read."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from torch import Tensor
@@ -33,7 +33,25 @@ class Comparison(NamedTuple):
         return f"{whole}, in its {first or max(inside, key=lambda part: inside[part])}"
 
 
-def compare(ours: Trace, theirs: Trace) -> Comparison:
+def relative_error(ours: Tensor, theirs: Tensor) -> float:
+    """max|ours − theirs| / max|theirs| in float64; infinite where either is not finite."""
+    ours, theirs = ours.double(), theirs.double()
+    return _share(float((ours - theirs).abs().max()), float(theirs.abs().max()))
+
+
+def rms_error(ours: Tensor, theirs: Tensor) -> float:
+    """Root mean square of ours − theirs over that of theirs in float64; infinite where either is not finite."""
+    ours, theirs = ours.double(), theirs.double()
+    return _share(float((ours - theirs).norm()), float(theirs.norm()))
+
+
+def _share(difference: float, scale: float) -> float:
+    if not (difference < float("inf") and scale < float("inf")):
+        return float("inf")
+    return difference / scale if scale else difference
+
+
+def compare(ours: Trace, theirs: Trace, error: Callable[[Tensor, Tensor], float] = relative_error) -> Comparison:
     """Errors of ours measured by theirs.
 
     Raises:
@@ -43,16 +61,7 @@ def compare(ours: Trace, theirs: Trace) -> Comparison:
         odd = sorted(set(ours) ^ set(theirs)) or "their order"
         raise ValueError(f"the traces differ in parts: {odd}; compare models of the same layers")
     agreeing = (ours["logits"].argmax(-1) == theirs["logits"].argmax(-1)).float().mean()
-    return Comparison({name: relative_error(ours[name], theirs[name]) for name in ours}, float(agreeing))
-
-
-def relative_error(ours: Tensor, theirs: Tensor) -> float:
-    """max|ours − theirs| / max|theirs| in float64; infinite where either is not finite."""
-    ours, theirs = ours.double(), theirs.double()
-    difference, scale = float((ours - theirs).abs().max()), float(theirs.abs().max())
-    if not (difference < float("inf") and scale < float("inf")):
-        return float("inf")
-    return difference / scale if scale else difference
+    return Comparison({name: error(ours[name], theirs[name]) for name in ours}, float(agreeing))
 
 
 def rows(trace: Trace, first: int) -> Trace:

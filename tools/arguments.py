@@ -1,0 +1,30 @@
+"""What the command lines of the tools share: bad use ends in one line with status 2, and some forms of values."""
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+from ddtree.arguments import Parser, UsageError, whole
+
+
+class ToolParser(Parser):
+    """Ends the process with one line and status 2 where the command line is wrong."""
+
+    def error(self, message: str) -> NoReturn:
+        try:
+            super().error(message)
+        except UsageError as error:
+            self.exit(2, f"{self.prog}: error: {error}\n")
+
+
+def wholes(least: int) -> Callable[[str], list[int]]:
+    """A type of argument: integers of at least `least` with commas between them."""
+    return lambda text: [whole(least)(part.strip()) for part in text.split(",")]
+
+
+def file(text: str) -> Path:
+    """A type of argument: a file that is there."""
+    if not Path(text).is_file():
+        raise argparse.ArgumentTypeError(f"{text} is no file")
+    return Path(text)
