@@ -1,18 +1,73 @@
-"""The README's code blocks, run as they stand."""
+"""The README's code blocks, run as they stand, and what they print."""
 
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+import ddtree.recorded_drafter
+import qwen_gdn.program_set
+from qwen_gdn import decode
 
 README = Path(__file__).parent.parent / "README.md"
 BLOCKS = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), flags=re.DOTALL)
 
-
-@pytest.mark.parametrize("code", BLOCKS, ids=lambda code: code.split("\n")[0])
-def test_an_example_of_the_readme_runs(code: str, capsys: pytest.CaptureFixture[str]) -> None:
-    exec(compile(code, str(README), "exec"), {"__name__": "example"})
+Names = dict[str, Any]
 
 
-def test_there_are_three_examples() -> None:
-    assert len(BLOCKS) == 3
+def round_by_hand(names: Names) -> str:
+    """The root, the accepted tokens and the bonus are what plain decoding writes; the cache holds all but the last."""
+    ids, path = names["ids"], names["path"]
+    written = list(decode(names["target"], ids, max_new_tokens=len(path) + 1))
+    assert len(path) > 1, "the example accepts nothing"
+    return f"{names['tokenizer'].decode(written)} {len(ids) + len(path)}\n"
+
+
+def own_proposer(names: Names) -> str:
+    """It compares its tokens itself and prints nothing; its drafts must have been put before the target."""
+    assert sum(len(done.tokens) for done in names["rounds"]) == 24
+    assert all(done.drafted for done in names["rounds"][1:-1])
+    return ""
+
+
+def forked_cache(names: Names) -> str:
+    """Each continuation is that of the prompt and its own start, whatever the other one was."""
+    target, tokenizer = names["target"], names["tokenizer"]
+    lead = tokenizer.encode("import os\nimport sys\n\n")
+    texts = []
+    for start in ("def main(", "class Config("):
+        written = decode(target, [*lead, *tokenizer.encode(start)], max_new_tokens=20)
+        texts.append(start + tokenizer.decode(list(written)))
+    assert names["cache"].length == len(lead), "a fork changed the cache it came from"
+    return "\n".join(texts) + "\n"
+
+
+def engine(names: Names) -> str:
+    model = names["engine"].model
+    return names["tokenizer"].decode(list(decode(model, names["prompt"], max_new_tokens=32))) + "\n"
+
+
+EXAMPLES: list[Callable[[Names], str]] = [round_by_hand, own_proposer, forked_cache, engine]
+
+
+def test_every_example_is_checked() -> None:
+    assert len(BLOCKS) == len(EXAMPLES)
+
+
+@pytest.mark.parametrize(
+    ("code", "wanted"), list(zip(BLOCKS, EXAMPLES, strict=False)), ids=["round by hand", "own proposer", "fork", "engine"]
+)
+def test_an_example_of_the_readme_prints_what_it_should(
+    code: str,
+    wanted: Callable[[Names], str],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Compiling the bundled pair takes a minute and is tested on smaller models.
+    for module in (qwen_gdn.program_set, ddtree.recorded_drafter):
+        monkeypatch.setattr(module, "compiled", lambda function, **options: function)
+    names: Names = {"__name__": "example"}
+    exec(compile(code, str(README), "exec"), names)
+    assert capsys.readouterr().out == wanted(names)
