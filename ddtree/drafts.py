@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from qwen_gdn.checked import shown
 from qwen_gdn.topology import Topology
 
 from .tree import DraftTree, Prefix, Scores, check_scores
@@ -64,5 +65,5 @@ def _kind(value: object) -> str:
     if isinstance(value, Tensor):
         return f"a tensor {list(value.shape)} of {value.dtype} on {value.device}"
     if isinstance(value, DraftTree):
-        return f"a DraftTree whose topology is {value.topology!r}"
-    return f"{type(value).__name__} {value!r}"
+        return f"a DraftTree whose topology is {shown(value.topology)}"
+    return f"{type(value).__name__} {shown(value)}"

@@ -16,7 +16,7 @@ from .interrupts import STATUS as INTERRUPTED
 from .interrupts import interrupt_again, leave_at_once
 
 if __name__ == "__main__":
-    leave_at_once()
+    leave_at_once()  # what follows takes a second or two, before `main` can catch anything
 
 import torch
 from tqdm import tqdm

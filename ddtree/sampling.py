@@ -10,6 +10,7 @@ from numbers import Real
 import torch
 from torch import Tensor
 
+from qwen_gdn.checked import shown
 from qwen_gdn.decode import Sampler, check_peaks, check_shape, greedy
 from qwen_gdn.norms import at_least_float32
 
@@ -49,13 +50,13 @@ def make_sampler(
             [N, vocab] and for a row whose greatest logit is not finite (NaN, +inf, or nothing but -inf).
     """
     if not (_is_number(temperature) and math.isfinite(temperature) and temperature >= 0):
-        raise ValueError(f"sampler: temperature must be finite and at least 0, got {temperature!r}")
+        raise ValueError(f"sampler: temperature must be finite and at least 0, got {shown(temperature)}")
     if not isinstance(top_k, int) or isinstance(top_k, bool) or top_k < 0:
-        raise ValueError(f"sampler: top_k must be an int of at least 0 (0 keeps every token), got {top_k!r}")
+        raise ValueError(f"sampler: top_k must be an int of at least 0 (0 keeps every token), got {shown(top_k)}")
     if not (_is_number(top_p) and 0 < top_p <= 1):
-        raise ValueError(f"sampler: top_p must lie in (0, 1], got {top_p!r}")
+        raise ValueError(f"sampler: top_p must lie in (0, 1], got {shown(top_p)}")
     if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool) or not -(2**63) <= seed < 2**64):
-        raise ValueError(f"sampler: seed must be an int and lie in [-2^63, 2^64), got {seed!r}")
+        raise ValueError(f"sampler: seed must be an int and lie in [-2^63, 2^64), got {shown(seed)}")
     if temperature == 0 or top_k == 1:
         return greedy
     return Stochastic(temperature, top_k, top_p, Uniform(seed, device))

@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from qwen_gdn.checked import as_integer, checked_count
+from qwen_gdn.checked import as_integer, checked_count, shown
 from qwen_gdn.topology import Topology
 
 BLOCK = 128  # columns that one maximum stands for when a wide row is searched for its greatest values
@@ -223,7 +223,7 @@ def check_scores(scores: Tensor | Scores) -> None:
     if depth is None or depth < 0 or not callable(getattr(scores, "children", None)):
         raise ValueError(
             "draft tree: needs draft logits, a tensor [L, vocab], or Scores, whose depth is an int of at least 0 and "
-            f"whose children can be asked for, got {type(scores).__name__} {scores!r}"
+            f"whose children can be asked for, got {type(scores).__name__} {shown(scores)}"
         )
 
 
@@ -242,7 +242,7 @@ def _ask(scores: Scores, prefix: Prefix, width: int) -> Siblings:
     where = f"draft tree: children of {prefix}"
     answer = scores.children(prefix)
     if not isinstance(answer, tuple | list) or len(answer) != 2:
-        raise ValueError(f"{where}: needs a pair of tokens and log-probabilities, got {answer!r}")
+        raise ValueError(f"{where}: needs a pair of tokens and log-probabilities, got {shown(answer)}")
     tokens = _tensor(answer[0], f"{where}: tokens").detach().cpu()
     log_probs = _tensor(answer[1], f"{where}: log-probabilities").detach().cpu()
     if (tokens.numel() and not _holds_integers(tokens)) or log_probs.is_complex():
@@ -272,7 +272,7 @@ def _tensor(values: Sequence[float] | Tensor, what: str) -> Tensor:
     try:
         return torch.as_tensor(values)
     except (TypeError, ValueError, RuntimeError, OverflowError):
-        raise ValueError(f"{what} must be a 1-D tensor or a list of numbers, got {values!r}") from None
+        raise ValueError(f"{what} must be a 1-D tensor or a list of numbers, got {shown(values)}") from None
 
 
 def _holds_integers(tensor: Tensor) -> bool:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from .checked import as_integer
+from .checked import as_integer, shown
 from .integrity import check_layers
 from .lanes import ChainAttention, ChainDelta, ChainLane, Filled, Pass, TreeAttention, TreeDelta, TreeLane, TreeLanes
 from .layer_cache import DeltaCache, KVCache, LayerCache, LayerLayout
@@ -260,7 +260,7 @@ class HybridCache:
         now = self._now
         wanted = as_integer(length)
         if wanted is None or not 0 <= wanted <= now.length:
-            raise ValueError(f"crop to {length!r}: the cache holds {now.length} tokens, so pass 0 to {now.length}")
+            raise ValueError(f"crop to {shown(length)}: the cache holds {now.length} tokens, so pass 0 to {now.length}")
         length = wanted
         if length == 0:
             self._now = _Record(0, 0, tuple(layer.emptied() for layer in self))

@@ -4,6 +4,12 @@ from operator import index
 from typing import Any
 
 
+def shown(value: object) -> str:
+    """A value as an error shows it: on one line, and not a page of numbers."""
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 100 else text[:97] + "..."
+
+
 def as_integer(value: Any) -> int | None:
     """The value as an int if it is an integer of whatever library, else None; True and False are none."""
     if isinstance(value, bool):
@@ -17,11 +23,11 @@ def as_integer(value: Any) -> int | None:
 def checked_count(what: str, value: object, least: int) -> None:
     """Raises ValueError unless the value is an int of at least `least`."""
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ValueError(f"{what} must be an int of at least {least}, got {value!r}")
+        raise ValueError(f"{what} must be an int of at least {least}, got {shown(value)}")
 
 
 def checked_callables(**named: object) -> None:
     """Raises ValueError at the first argument that cannot be called."""
     for name, value in named.items():
         if not callable(value):
-            raise ValueError(f"{name} must be callable, got {value!r}")
+            raise ValueError(f"{name} must be callable, got {shown(value)}")

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .cache import Branch, HybridCache
-from .checked import as_integer, checked_callables, checked_count
+from .checked import as_integer, checked_callables, checked_count, shown
 from .config import ModelConfig
 from .lanes import Memory
 from .model import Hidden, LayerId
@@ -150,8 +150,11 @@ def prefill(
         the last token's final hidden state, [B, D] (empty for T = 0).
 
     Raises:
-        ValueError: the window holds no token, or a forward refuses its tokens.
+        ValueError: the window holds no token, the prompt is no tensor [B, T], or a forward refuses its tokens.
     """
+    if not isinstance(prompt, Tensor) or prompt.dim() != 2:
+        got = list(prompt.shape) if isinstance(prompt, Tensor) else type(prompt).__name__
+        raise ValueError(f"prefill: the prompt must be an int64 tensor [B, T], got {got}")
     checked_count("prefill: window", window, 1)
     last = prompt.new_empty(prompt.shape[0], 0)
     for part in prompt.split(window, dim=1) if prompt.shape[1] else ():
@@ -168,7 +171,7 @@ def checked_prompt(model: HybridModel, prompt_ids: Sequence[int] | Tensor, max_n
     try:
         prompt = torch.as_tensor(prompt_ids).detach().cpu()
     except (TypeError, ValueError, RuntimeError, OverflowError):
-        raise ValueError(f"prompt_ids must be integers of shape [T] or [1, T], got {prompt_ids!r}") from None
+        raise ValueError(f"prompt_ids must be integers of shape [T] or [1, T], got {shown(prompt_ids)}") from None
     if prompt.numel() == 0:
         raise ValueError("the prompt is empty: give at least one token id")
     if not _holds_integers(prompt) or not (prompt.dim() == 1 or (prompt.dim() == 2 and prompt.shape[0] == 1)):
@@ -187,7 +190,7 @@ def checked_stops(stop_ids: Collection[int]) -> frozenset[int]:
     except TypeError:
         stops = [None]
     if None in stops:
-        raise ValueError(f"stop_ids must be a collection of token ids, got {stop_ids!r}")
+        raise ValueError(f"stop_ids must be a collection of token ids, got {shown(stop_ids)}")
     return frozenset(i for i in stops if i is not None)
 
 
@@ -199,7 +202,7 @@ def checked_draws(drawn: Tensor, count: int, vocab: int) -> list[int]:
     """
     needs = f"sampler: draws must be token ids, an integer in [0, {vocab}) for each row, as a tensor of shape [{count}]"
     if not isinstance(drawn, Tensor):
-        raise ValueError(f"{needs}, got {type(drawn).__name__} {drawn!r}")
+        raise ValueError(f"{needs}, got {type(drawn).__name__} {shown(drawn)}")
     if drawn.shape != (count,) or not _holds_integers(drawn):
         raise ValueError(f"{needs}, got {drawn.dtype} {list(drawn.shape)}")
     tokens: list[int] = drawn.tolist()

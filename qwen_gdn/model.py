@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from .attention import GatedAttention
 from .cache import Branch, HybridCache
-from .checked import checked_count
+from .checked import checked_count, shown
 from .config import LayerType, ModelConfig
 from .deltanet import GatedDeltaNet
 from .lanes import FreshAttention, FreshDelta, Memory, Pass, Step
@@ -134,7 +134,7 @@ class QwenGDN(nn.Module):
         """Raises ValueError if this is no cache or branch, or one of another architecture or dtype."""
         if not isinstance(memory, HybridCache | Branch):
             needs = "a cache made by new_cache or a branch of one"
-            raise ValueError(f"memory must be {needs}, got {type(memory).__name__} {memory!r}")
+            raise ValueError(f"memory must be {needs}, got {type(memory).__name__} {shown(memory)}")
         if memory.layout != self._layout():
             raise ValueError("the cache is one of another architecture or dtype; make it with this model's new_cache")
 
@@ -203,9 +203,9 @@ class QwenGDN(nn.Module):
 def checked_layers(layers: Sequence[LayerId], count: int, what: str = "capture") -> tuple[LayerId, ...]:
     """The ids of layers of a model that has `count` of them; ValueError names the first that is none."""
     if isinstance(layers, str) or not isinstance(layers, Iterable):
-        raise ValueError(f"{what}: needs a sequence of layer ids in [0, {count}) or 'final', got {layers!r}")
+        raise ValueError(f"{what}: needs a sequence of layer ids in [0, {count}) or 'final', got {shown(layers)}")
     ids = tuple(layers)
     for i in ids:
         if i != "final" and not (isinstance(i, int) and not isinstance(i, bool) and 0 <= i < count):
-            raise ValueError(f"{what}: layer id {i!r} is neither 'final' nor in [0, {count})")
+            raise ValueError(f"{what}: layer id {shown(i)} is neither 'final' nor in [0, {count})")
     return ids

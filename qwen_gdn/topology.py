@@ -7,7 +7,7 @@ from operator import index
 import torch
 from torch import Tensor
 
-from .checked import as_integer
+from .checked import as_integer, shown
 
 Path = Sequence[int] | Tensor
 
@@ -28,7 +28,7 @@ class Topology:
         try:
             listed = [index(i) for i in (parents.tolist() if isinstance(parents, Tensor) else parents)]
         except TypeError:
-            raise ValueError(f"topology: parents must be one list of integers, got {parents}") from None
+            raise ValueError(f"topology: parents must be one list of integers, got {shown(parents)}") from None
         if not listed or listed[0] != -1:
             first = listed[0] if listed else "an empty list"
             raise ValueError(f"topology: node 0 is the root and has parent -1, got {first}")
@@ -86,7 +86,7 @@ class Topology:
         """Node indices from the root to `node`, both included; ValueError if there is no such node."""
         start = as_integer(node)
         if start is None or not 0 <= start < len(self):
-            raise ValueError(f"topology: node {node!r} is outside [0, {len(self)})")
+            raise ValueError(f"topology: node {shown(node)} is outside [0, {len(self)})")
         path = [start]
         while path[-1] != 0:
             path.append(self.parents[path[-1]])
@@ -101,7 +101,9 @@ class Topology:
         try:
             nodes = [index(i) for i in (path.tolist() if isinstance(path, Tensor) else path)]
         except TypeError:
-            raise ValueError(f"path: give one list of node indices, shared by the whole batch, got {path}") from None
+            raise ValueError(
+                f"path: give one list of node indices, shared by the whole batch, got {shown(path)}"
+            ) from None
         previous = -1
         for step, node in enumerate(nodes):
             if not 0 <= node < len(self):

@@ -151,8 +151,9 @@ def test_what_is_no_proposal_is_refused_in_words_and_the_cache_stays(scores: Any
         cache = model.new_cache(20)
         rounds = generate(model, Proposes(), PROMPT, max_new_tokens=5, budget=4, build=build, cache=cache)
         next(rounds)
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=said) as caught:
             next(rounds)
+        assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
         assert cache.length == len(PROMPT)
         cache.fork()  # raises if a window were open
 

@@ -1,6 +1,7 @@
 """Prefill in windows: equal to one pass, bounded by the window, with the head applied to one row."""
 
 import gc
+from typing import Any
 
 import pytest
 import torch
@@ -85,3 +86,20 @@ def test_a_prefill_does_not_keep_the_rows_of_every_layer_until_its_end() -> None
     with deep.get_submodule("layers.5.mlp").register_forward_hook(count):
         deep(random_tokens(seeded(9), 1, 501), deep.new_cache(600))
     assert held[0] <= 1
+
+
+@pytest.mark.parametrize(
+    ("prompt", "window", "said"),
+    [
+        ([1, 2], 4, r"must be an int64 tensor \[B, T\], got list"),
+        (torch.tensor([1, 2]), 4, r"must be an int64 tensor \[B, T\], got \[2\]"),
+        (torch.tensor([[1, 2]]), 0, "window must be an int of at least 1, got 0"),
+        (torch.tensor([[1, 2]]), 1.5, "window must be an int of at least 1, got 1.5"),
+    ],
+)
+def test_a_prompt_or_window_of_the_wrong_kind_is_refused(prompt: Any, window: Any, said: str) -> None:
+    model = tiny_model(1)
+    cache = model.new_cache(9)
+    with pytest.raises(ValueError, match=said):
+        prefill(model, prompt, cache, window=window)
+    assert cache.length == 0

@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,6 +15,7 @@ import scribe
 import torch
 
 import ddtree.run as cli
+from ddtree import interrupts
 
 Refused = Callable[..., str]
 
@@ -323,6 +325,36 @@ def test_an_interrupt_while_the_command_is_imported_is_one_line(tmp_path: Path) 
         timeout=20,
     )
     assert (done.returncode, done.stdout, done.stderr) == (130, b"", b"ddtree: interrupted\n")
+
+
+def test_the_package_gives_its_public_names_without_importing_torch_before_they_are_asked_for() -> None:
+    code = (
+        "import sys, ddtree\n"
+        "assert 'torch' not in sys.modules\n"
+        "assert set(ddtree.__all__) <= set(dir(ddtree))\n"
+        "assert not hasattr(ddtree, 'forest')\n"
+        "from ddtree import *\n"
+        "print([name for name in ddtree.__all__ if getattr(ddtree, name) is not globals()[name]])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=Path(__file__).parents[1], capture_output=True, check=False, text=True
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "[]\n", "")
+
+
+def test_an_interrupt_that_is_ignored_from_the_start_stays_ignored() -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        interrupts.leave_at_once()
+        interrupts.interrupt_again()
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        interrupts.leave_at_once()
+        assert signal.getsignal(signal.SIGINT) is not signal.default_int_handler
+        interrupts.interrupt_again()
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_as_a_process_bad_use_has_status_2_and_one_line() -> None:

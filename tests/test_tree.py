@@ -275,6 +275,10 @@ def test_nothing_proposed_is_the_root_alone(build, scores):
         (0, Fixed([1, -2], [-1.0, -0.5]), 2, "distinct and at least 0"),
         (0, Fixed([1, 2, 3], [-1.0, -2.0]), 2, r"1-D of one length, got \[3\] and \[2\]"),
         (0, Fixed([[1]], [[-1.0]]), 2, "1-D of one length"),
+        (0, Fixed([1.5], [-1.0]), 2, "needs integer tokens with real log-probabilities, got torch.float32 and"),
+        (0, torch.zeros(2, 3, dtype=torch.complex64), 2, "must be real numbers, got torch.complex64"),
+        (0, torch.zeros(2, 3).numpy(), 2, "needs draft logits, a tensor .*got ndarray array"),
+        (0, None, 2, "needs draft logits, a tensor .*got NoneType None"),
     ],
 )
 def test_bad_input_is_refused_with_what_was_got(build, root, scores, budget, fault):
@@ -378,6 +382,13 @@ def test_walks_over_random_trees_equal_a_search_by_prefix():
         path, bonus = accept(tree, draws)
         assert path == tree.topology.path(node)
         assert (*tree.tokens[path[1:]].tolist(), bonus) == emitted
+
+
+@pytest.mark.parametrize("draws", [None, "abc", [1j] * 6, [True] * 6, [0.5] * 6, [[1], [2, 3]]], ids=str)
+def test_draws_that_are_no_integers_are_refused_in_one_line(draws):
+    with pytest.raises(ValueError, match=r"^accept: draws must be") as caught:
+        accept(HAND_TREE, draws)
+    assert "\n" not in str(caught.value)
 
 
 def test_a_root_alone_emits_its_own_draw():
