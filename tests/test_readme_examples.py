@@ -57,7 +57,9 @@ def test_every_example_is_checked() -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "wanted"), list(zip(BLOCKS, EXAMPLES, strict=False)), ids=["round by hand", "own proposer", "fork", "engine"]
+    ("code", "wanted"),
+    list(zip(BLOCKS, EXAMPLES, strict=False)),
+    ids=["round by hand", "own proposer", "fork", "engine"],
 )
 def test_an_example_of_the_readme_prints_what_it_should(
     code: str,
