@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ddtree import DFlashConfig, DFlashDrafter, DraftTree, Scores, accept, build_tree, generate
 from ddtree.recorded_drafter import RecordedDrafter
 from qwen_gdn import HybridCache, ModelConfig, QwenGDN, Topology, greedy, prefill
-from qwen_gdn.decode import PREFILL_WINDOW, HybridModel
+from qwen_gdn.decode import HybridModel
 from qwen_gdn.engine import Engine
 from qwen_gdn.recorded import Announce
 from tools.parity.theirs import twin
@@ -50,7 +50,13 @@ def measure(
     floor = 1e3 * found["read_bytes"] / bandwidth
     found |= {"floor_ms": floor, "weights_bytes": sum(p.nbytes for p in target.parameters())}
     say(f"floor {floor:.3f} ms: {found['read_bytes'] / 1e9:.2f} GB at {bandwidth / 1e12:.2f} TB/s")
-    found["prefixes"] = list(engine_figures(shape, target, clock, floor, announce, say))
+    engine = Engine(target, sizes=shape.sizes, announce=announce)
+    plain = random_weights(DFlashDrafter, DFlashConfig.from_dict(shape.drafter), device, dtype)
+    drafter = RecordedDrafter(plain, announce=announce)
+    drafter.bind(engine)
+    found["prefixes"] = list(engine_figures(shape, engine, drafter, clock, floor, say))
+    gc.collect()
+    found["prefill_tokens_per_second"] = prefill_figures(shape, engine, drafter, clock, say)
     if device.type == "cuda":
         found["peak_bytes"] = torch.cuda.max_memory_allocated(device)
         say(f"peak memory {found['peak_bytes'] / 2**30:.2f} GiB, weights {found['weights_bytes'] / 2**30:.2f} GiB")
@@ -60,32 +66,29 @@ def measure(
 
 
 def engine_figures(
-    shape: Shape, target: QwenGDN, clock: "Clock", floor: float, announce: Announce, say: Callable[[str], None]
+    shape: Shape,
+    engine: Engine,
+    drafter: RecordedDrafter,
+    clock: "Clock",
+    floor: float,
+    say: Callable[[str], None],
 ) -> Iterator[dict[str, Any]]:
     """The engine at each prefix, one after another on one growing cache."""
-    engine = Engine(target, sizes=shape.sizes, announce=announce)
-    plain = random_weights(DFlashDrafter, DFlashConfig.from_dict(shape.drafter), target.device, target.dtype)
-    drafter = RecordedDrafter(plain, announce=announce)
-    drafter.bind(engine)
+    target = engine.model
     cache = engine.new_cache(max(shape.prefixes) + SPARE * len(shape.prefixes))
     draw = torch.Generator().manual_seed(0)
-    for length in {min(n, PREFILL_WINDOW) for n in shape.prefixes}:  # compiles what reads a prompt
-        feed(engine, drafter, torch.zeros(1, length, dtype=torch.int64), cache)
-        cache.crop(0)
-        drafter.reset()
-    seconds = 0.0
     for prefix in shape.prefixes:
         fed = max(prefix - cache.length, 0)
         prompt = torch.randint(0, target.config.vocab_size, (1, fed), generator=draw)
-        seconds += clock.once(lambda prompt=prompt: feed(engine, drafter, prompt, cache)) / 1e3
-        found: dict[str, Any] = {"prefix": prefix, "prefill_tokens_per_second": prefix / seconds}
+        feed(target, drafter, prompt, cache)
+        found: dict[str, Any] = {"prefix": prefix}
 
         def step() -> Tensor:
             return engine.logits(engine(torch.tensor([7]), cache).final)
 
         found["plain_ms"] = clock.each(step)
         found["plain_kernels"] = kernels(step, engine.device)
-        say(f"prefix {prefix}: prefill {prefix / seconds:,.0f} tokens/s; plain step {shown(found['plain_ms'], floor)}")
+        say(f"prefix {prefix}: plain step {shown(found['plain_ms'], floor)}")
         found["trees"] = {size: tree_figures(engine, cache, size, clock) for size in shape.sizes}
         for size, one in found["trees"].items():
             say(
@@ -111,6 +114,22 @@ def feed(engine: HybridModel, drafter: RecordedDrafter, prompt: Tensor, cache: H
         capture=drafter.layers,
         on_window=lambda h: drafter.observe(torch.cat(h.captured, dim=-1)),
     )
+
+
+def prefill_figures(
+    shape: Shape, engine: Engine, drafter: RecordedDrafter, clock: "Clock", say: Callable[[str], None]
+) -> dict[int, float]:
+    """Tokens a second of reading a prompt of each length, the drafter's context included, after one that compiles."""
+    found = {}
+    cache = engine.new_cache(max(shape.prefixes))
+    for length in shape.prefixes:
+        prompt = torch.full((1, length), 7)
+        for _ in range(2):
+            cache.crop(0)
+            drafter.reset()
+            found[length] = 1e3 * length / clock.once(lambda prompt=prompt: feed(engine, drafter, prompt, cache))
+        say(f"prefill of {length}: {found[length]:,.0f} tokens/s")
+    return found
 
 
 def tree_figures(engine: Engine, cache: HybridCache, size: int, clock: "Clock") -> dict[str, Any]:
