@@ -30,8 +30,6 @@ from .norms import at_least_float32
 from .precision import exact_products
 from .topology import Path, Topology
 
-SOLVE_PARTS = 1
-
 
 class Factors(NamedTuple):
     """What is kept of each node: its state is a sum of these along its path.
@@ -270,12 +268,8 @@ class _Window(NamedTuple):
         """(I + X)^-1 rhs; the unit diagonal is implied, never stored."""
         if rhs.shape[-2] == 1:
             return rhs  # X is the 1 × 1 zero matrix
-        # One system is solved by one multiprocessor, of which few heads leave most idle: columns go in parts.
-        parts = SOLVE_PARTS if rhs.is_cuda and rhs.shape[-1] % SOLVE_PARTS == 0 else 1
-        columns = rhs.unflatten(-1, (parts, -1)).movedim(-2, -3)
-        x = self.x.unsqueeze(-3).expand(*columns.shape[:-1], -1)
-        solved: Tensor = torch.linalg.solve_triangular(x, columns, upper=False, unitriangular=True)
-        return solved.movedim(-3, -2).flatten(-2)
+        solved: Tensor = torch.linalg.solve_triangular(self.x, rhs, upper=False, unitriangular=True)
+        return solved
 
     def solve_parts(self) -> tuple[Tensor, Tensor]:
         """(I + X)^-1 diag(β) V and (I + X)^-1 diag(β e^G) K, [..., R, N, V] and [..., R, N, K]."""

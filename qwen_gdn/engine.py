@@ -19,16 +19,12 @@ from .joined import join_projections
 from .lanes import Memory
 from .layer_cache import LayerCache
 from .model import Hidden, LayerId, QwenGDN
-from .prefix import has_flash
 from .program_set import ProgramSet, Verified
 from .recorded import Announce, unannounced
 from .static_cache import StaticCache, StaticMemory
 
 SIZES = (16, 32, 64, 128, 256)
 """Nodes, root included, of the trees that have a program; a tree takes the smallest that holds it."""
-
-CHUNKS = (128, 512, 2048)
-"""Tokens of the programs that read a prompt, where they pay: where attention has a kernel for their long rows."""
 
 GRAIN = 1024  # rows by which memory is sized, so that a later generation finds some that fits
 IDLE = 2  # memories that are kept, programs included, when no cache uses them
@@ -43,8 +39,8 @@ class Engine:
     Args:
         model: its projections are joined (`join_projections`); move it before, not after.
         sizes: ascending node counts of tree programs.
-        chunks: ascending token counts of the programs that read prompts; none leaves prompts to the model itself. By
-            default `CHUNKS` on CUDA in half precision, none elsewhere.
+        chunks: ascending token counts of programs that read prompts, such as (128, 512, 2048); without any, the model
+            itself reads them. They are compiled, not recorded.
         announce: entered with a program's name while it is prepared, which takes seconds to minutes.
     """
 
@@ -53,11 +49,9 @@ class Engine:
         model: QwenGDN,
         *,
         sizes: Sequence[int] = SIZES,
-        chunks: Sequence[int] | None = None,
+        chunks: Sequence[int] = (),
         announce: Announce = unannounced,
     ) -> None:
-        if chunks is None:
-            chunks = CHUNKS if has_flash(model.device, model.dtype) else ()
         for name, counts in (("sizes", sizes), ("chunks", chunks)):
             if (name == "sizes" and not counts) or list(counts) != sorted({n for n in counts if n > 1}):
                 raise ValueError(f"engine: {name} must be ascending counts of at least 2, got {list(counts)}")

@@ -82,7 +82,7 @@ class _Step:
         x, rope = _enter(self._model, self._token, place.length)
         outputs = {}
         for i, (layer, memory) in enumerate(zip(self._model.layers, self._memory.layers, strict=True)):
-            x = compiled(step_layer, tuned=True)(layer, x, rope, memory, place)
+            x = compiled(step_layer)(layer, x, rope, memory, place)
             outputs[i] = x
         return _leave(self._model, x, outputs, self._capture)
 

@@ -73,14 +73,9 @@ class Recorded(Generic[T]):
 
 
 @cache
-def compiled(function: Callable[..., Any], *, tuned: bool = False) -> Callable[..., Any]:
-    """The function, compiled for exactly the shapes it meets.
-
-    Args:
-        tuned: on CUDA, tries many variants of every kernel, and reads a matrix times one row by a kernel of its own
-            rather than the library's, which leaves a tenth of the bandwidth unused there. Takes longer.
-    """
-    return torch.compile(function, fullgraph=True, dynamic=False, options={"coordinate_descent_tuning": tuned})
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, compiled for exactly the shapes it meets."""
+    return torch.compile(function, fullgraph=True, dynamic=False)
 
 
 def applied(module: nn.Module, x: Tensor) -> Tensor:

@@ -36,7 +36,7 @@ SIZES = (8, 32)
 
 @pytest.fixture
 def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(qwen_gdn.program_set, "compiled", lambda function, **options: function)
+    monkeypatch.setattr(qwen_gdn.program_set, "compiled", lambda function: function)
 
 
 def pair(dtype: torch.dtype = torch.float64, **changes: Any) -> tuple[Engine, QwenGDN]:
@@ -420,7 +420,7 @@ def test_programs_are_announced_once() -> None:
         def __exit__(self, *error: object) -> None: ...
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(qwen_gdn.program_set, "compiled", lambda function, **options: function)
+        patch.setattr(qwen_gdn.program_set, "compiled", lambda function: function)
         engine = Engine(tiny_model(), sizes=SIZES, announce=Said)
         cache = engine.new_cache(50)
         for _ in range(2):

@@ -37,7 +37,7 @@ DRAFTER = {
 def plain_on_cpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if "cpu" in request.node.name:
         for module in (qwen_gdn.program_set, ddtree.recorded_drafter):
-            monkeypatch.setattr(module, "compiled", lambda function, **options: function)
+            monkeypatch.setattr(module, "compiled", lambda function: function)
 
 
 def mid(device: str, dtype: torch.dtype = torch.float32) -> QwenGDN:

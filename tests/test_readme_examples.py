@@ -69,7 +69,7 @@ def test_an_example_of_the_readme_prints_what_it_should(
 ) -> None:
     # Compiling the bundled pair takes a minute and is tested on smaller models.
     for module in (qwen_gdn.program_set, ddtree.recorded_drafter):
-        monkeypatch.setattr(module, "compiled", lambda function, **options: function)
+        monkeypatch.setattr(module, "compiled", lambda function: function)
     names: Names = {"__name__": "example"}
     exec(compile(code, str(README), "exec"), names)
     assert capsys.readouterr().out == wanted(names)

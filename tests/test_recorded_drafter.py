@@ -26,7 +26,7 @@ COURSE = (20, 1, 3, 2, 5, 1, 1, 4, 30, 2, 1, 5, 5, 3, 1, 6, 2, 2, 1, 4)
 
 @pytest.fixture
 def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ddtree.recorded_drafter, "compiled", lambda function, **options: function)
+    monkeypatch.setattr(ddtree.recorded_drafter, "compiled", lambda function: function)
 
 
 def check_course(kind: dict[str, Any], dtype: torch.dtype, tolerance: float, first: int | None = None) -> None:
@@ -98,7 +98,7 @@ def test_what_was_proposed_stays_when_the_next_proposal_is_made() -> None:
 def test_a_generation_by_programs_alone_writes_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     import qwen_gdn.program_set
 
-    monkeypatch.setattr(qwen_gdn.program_set, "compiled", lambda function, **options: function)
+    monkeypatch.setattr(qwen_gdn.program_set, "compiled", lambda function: function)
     raw = {
         "hidden_size": 16, "vocab_size": 37, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
         "num_key_value_heads": 2, "head_dim": 8, "rms_norm_eps": 1e-6, "rope_theta": 1e4, "block_size": 6,
