@@ -15,7 +15,7 @@ from torch import Tensor
 from qwen_gdn.joined import join_projections
 from qwen_gdn.model import LayerId
 from qwen_gdn.prefix import attend, attend_seen
-from qwen_gdn.recorded import Announce, Inputs, Recorded, applied, compiled, unannounced
+from qwen_gdn.recorded import Announce, Inputs, Recorded, applied, compiled, program_settings, unannounced
 from qwen_gdn.rope import Rotation, rotation
 from qwen_gdn.transfer import indices
 
@@ -121,7 +121,8 @@ class _Programs:
     def observe(self, features: Tensor, start: int) -> None:
         count = features.shape[1]
         if count > self.block_size:  # a prompt's window; too long for padding to stay out of sight
-            self._append(features.to(self._features.dtype), indices([start], features.device), _same)
+            with program_settings(features.device.type):
+                self._append(features.to(self._features.dtype), indices([start], features.device), _same)
         elif count:
             self._features[:, :count].copy_(features)
             self._start.fill((torch.tensor([start]),))

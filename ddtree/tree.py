@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from qwen_gdn.checked import as_integer, checked_count, shown
+from qwen_gdn.checked import as_integer, checked_count, holds_integers, shown
 from qwen_gdn.topology import Topology
 
 BLOCK = 128  # columns that one maximum stands for when a wide row is searched for its greatest values
@@ -114,7 +114,7 @@ def accept(tree: DraftTree, target_tokens: Tensor | Sequence[int]) -> Acceptance
         nodes, got = len(tree.topology), list(drawn.shape)
         raise ValueError(f"accept: needs one target token per node, shape [{nodes}], got {got}")
     draws: list[int] = drawn.tolist()
-    if not _holds_integers(drawn) or min(draws) < 0:
+    if not holds_integers(drawn) or min(draws) < 0:
         raise ValueError(f"accept: draws must be token ids, integers of at least 0, got {drawn.dtype} {draws}")
     places = zip(tree.topology.parents, tree.tokens.tolist(), strict=True)
     child = {place: node for node, place in enumerate(places)}
@@ -245,7 +245,7 @@ def _ask(scores: Scores, prefix: Prefix, width: int) -> Siblings:
         raise ValueError(f"{where}: needs a pair of tokens and log-probabilities, got {shown(answer)}")
     tokens = _tensor(answer[0], f"{where}: tokens").detach().cpu()
     log_probs = _tensor(answer[1], f"{where}: log-probabilities").detach().cpu()
-    if (tokens.numel() and not _holds_integers(tokens)) or log_probs.is_complex():
+    if (tokens.numel() and not holds_integers(tokens)) or log_probs.is_complex():
         kinds = f"{tokens.dtype} and {log_probs.dtype}"
         raise ValueError(f"{where}: needs integer tokens with real log-probabilities, got {kinds}")
     tokens, log_probs = tokens.long(), log_probs.float()
@@ -273,10 +273,6 @@ def _tensor(values: Sequence[float] | Tensor, what: str) -> Tensor:
         return torch.as_tensor(values)
     except (TypeError, ValueError, RuntimeError, OverflowError):
         raise ValueError(f"{what} must be a 1-D tensor or a list of numbers, got {shown(values)}") from None
-
-
-def _holds_integers(tensor: Tensor) -> bool:
-    return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
 
 
 def _check(root: int, budget: int) -> None:

@@ -55,7 +55,7 @@ class Branch:
     @property
     def nbytes(self) -> int:
         """Bytes of factors, columns and KV rows of the nodes; 0 before the forward and once the window is closed."""
-        return _storage_bytes(self._filled.tensors()) if self._filled else 0
+        return storage_bytes(self._filled.tensors()) if self._filled else 0
 
     def begin(self, batch: int, count: int) -> Pass[TreeLane]:
         """The view of memory for this window's forward. Changes nothing; raises as `expect` does."""
@@ -161,7 +161,7 @@ class HybridCache:
     def nbytes(self) -> int:
         """Bytes of all storage held: layers, rollback log and an open window."""
         window = self._now.window
-        return _storage_bytes(t for layer in self for t in layer.tensors()) + (window.nbytes if window else 0)
+        return storage_bytes(t for layer in self for t in layer.tensors()) + (window.nbytes if window else 0)
 
     def begin(self, batch: int, count: int) -> Pass[ChainLane]:
         """The view of memory for a forward over `count` tokens that follow the committed ones.
@@ -275,10 +275,11 @@ class HybridCache:
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
-        """Puts the cache back to where it was, window closed, if the body raises anything at all.
+        """Puts the cache back to where it was if the body raises anything at all.
 
-        It costs nothing, since records are replaced whole and KV rows past the length are scratch. The body may
-        only extend the cache: rows cropped and written over are gone.
+        A window opened since is closed; one that the body closed is open again, to be filled anew. It costs nothing,
+        since records are replaced whole and KV rows past the length are scratch. The body may only extend the cache:
+        rows cropped and written over are gone.
         """
         before = self._now
         try:
@@ -341,7 +342,7 @@ class HybridCache:
             )
 
 
-def _storage_bytes(tensors: Iterable[Tensor]) -> int:
+def storage_bytes(tensors: Iterable[Tensor]) -> int:
     """Bytes of the distinct storages behind the tensors, so that a view counts all that it keeps alive."""
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
     return sum(storages.values())

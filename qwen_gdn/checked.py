@@ -3,6 +3,9 @@
 from operator import index
 from typing import Any
 
+import torch
+from torch import Tensor
+
 
 def shown(value: object) -> str:
     """A value as an error shows it: on one line, and not a page of numbers."""
@@ -31,3 +34,8 @@ def checked_callables(**named: object) -> None:
     for name, value in named.items():
         if not callable(value):
             raise ValueError(f"{name} must be callable, got {shown(value)}")
+
+
+def holds_integers(tensor: Tensor) -> bool:
+    """Whether a tensor's numbers are integers; truth values are none."""
+    return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .cache import Branch, HybridCache
-from .checked import as_integer, checked_callables, checked_count, shown
+from .checked import as_integer, checked_callables, checked_count, holds_integers, shown
 from .config import ModelConfig
 from .lanes import Memory
 from .model import Hidden, LayerId
@@ -174,7 +174,7 @@ def checked_prompt(model: HybridModel, prompt_ids: Sequence[int] | Tensor, max_n
         raise ValueError(f"prompt_ids must be integers of shape [T] or [1, T], got {shown(prompt_ids)}") from None
     if prompt.numel() == 0:
         raise ValueError("the prompt is empty: give at least one token id")
-    if not _holds_integers(prompt) or not (prompt.dim() == 1 or (prompt.dim() == 2 and prompt.shape[0] == 1)):
+    if not holds_integers(prompt) or not (prompt.dim() == 1 or (prompt.dim() == 2 and prompt.shape[0] == 1)):
         raise ValueError(f"prompt_ids must be integers of shape [T] or [1, T], got {prompt.dtype} {list(prompt.shape)}")
     vocab = model.config.vocab_size
     wrong = prompt[(prompt < 0) | (prompt >= vocab)]
@@ -203,16 +203,12 @@ def checked_draws(drawn: Tensor, count: int, vocab: int) -> list[int]:
     needs = f"sampler: draws must be token ids, an integer in [0, {vocab}) for each row, as a tensor of shape [{count}]"
     if not isinstance(drawn, Tensor):
         raise ValueError(f"{needs}, got {type(drawn).__name__} {shown(drawn)}")
-    if drawn.shape != (count,) or not _holds_integers(drawn):
+    if drawn.shape != (count,) or not holds_integers(drawn):
         raise ValueError(f"{needs}, got {drawn.dtype} {list(drawn.shape)}")
     tokens: list[int] = drawn.tolist()
     if min(tokens) < 0 or max(tokens) >= vocab:
         raise ValueError(f"{needs}, got {next(t for t in tokens if not 0 <= t < vocab)}")
     return tokens
-
-
-def _holds_integers(tensor: Tensor) -> bool:
-    return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
 
 
 def fitting_cache(model: HybridModel, cache: HybridCache | None, count: int) -> HybridCache:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from .cache import Branch, HybridCache
+from .checked import shown
 from .config import ModelConfig
 from .joined import join_projections
 from .lanes import Memory
@@ -33,11 +34,11 @@ IDLE = 2  # memories that are kept, programs included, when no cache uses them
 class Engine:
     """Runs a model's forwards over caches that it makes; results are the model's, to rounding.
 
-    A program is compiled and recorded when it is first needed, once for each memory, and kept. Memory goes from a
-    cache that is dropped to the next one made, with its programs.
+    A program is compiled and recorded when it is first needed, once for each memory and choice of captured layers, and
+    kept. Memory goes from a cache that is dropped to the next one made, with its programs.
 
     Args:
-        model: its projections are joined (`join_projections`); move it before, not after.
+        model: its projections are joined (`join_projections`). Do not move it or replace its weights afterwards.
         sizes: ascending node counts of tree programs.
         chunks: ascending token counts of programs that read prompts, such as (128, 512, 2048); without any, the model
             itself reads them. They are compiled, not recorded.
@@ -52,13 +53,14 @@ class Engine:
         chunks: Sequence[int] = (),
         announce: Announce = unannounced,
     ) -> None:
-        for name, counts in (("sizes", sizes), ("chunks", chunks)):
-            if (name == "sizes" and not counts) or list(counts) != sorted({n for n in counts if n > 1}):
-                raise ValueError(f"engine: {name} must be ascending counts of at least 2, got {list(counts)}")
+        if not isinstance(model, QwenGDN):
+            raise ValueError(f"engine: takes a QwenGDN, got {shown(model)}")
+        self.sizes, self.chunks = _counts("sizes", sizes), _counts("chunks", chunks)
+        if not self.sizes:
+            raise ValueError("engine: sizes must hold at least one count of nodes, got none")
         join_projections(model)
         self.model = model
-        self.sizes = tuple(sizes)
-        self.chunks = tuple(chunks)
+        self._kind = (model.device, model.dtype)
         self._announce = announce
         self._programs: dict[StaticMemory, ProgramSet] = {}
         self._idle: list[StaticMemory] = []
@@ -89,15 +91,16 @@ class Engine:
 
     def new_cache(self, capacity: int, batch: int = 1, rollback: int = 0) -> HybridCache:
         """Empty memory, as `QwenGDN.new_cache` makes it; of one sequence without rollback at fixed addresses."""
-        if batch != 1 or rollback != 0 or not isinstance(capacity, int) or capacity < 1:
+        if (type(capacity), type(batch), type(rollback)) != (int, int, int) or batch != 1 or rollback or capacity < 1:
             return self.model.new_cache(capacity, batch, rollback)
+        self._check_model()
         return self._static_cache(capacity)
 
-    @torch.no_grad()
     def __call__(
         self, tokens: Tensor, memory: HybridCache | Branch | None = None, *, capture: Sequence[LayerId] = ()
     ) -> Hidden:
         """What `QwenGDN.forward` does, by a program where there is one. It raises what that raises."""
+        self._check_model()
         shape = self.model.checked_tokens(tokens).shape
         cache = memory.cache if isinstance(memory, Branch) else memory
         if isinstance(cache, StaticCache) and cache.memory in self._programs:
@@ -108,6 +111,13 @@ class Engine:
         hidden: Hidden = self.model(tokens, memory, capture=capture)
         return hidden
 
+    def _check_model(self) -> None:
+        now = (self.model.device, self.model.dtype)
+        if now != self._kind:
+            was, now_is = (f"{dtype} on {device}" for device, dtype in (self._kind, now))
+            raise ValueError(f"engine: its model was {was} and now is {now_is}; make a new Engine of it")
+
+    @torch.no_grad()
     def _append(self, tokens: Tensor, cache: StaticCache, capture: Sequence[LayerId]) -> Hidden:
         layers = self.model.checked_layers(capture)
         count = tokens.numel()
@@ -121,6 +131,7 @@ class Engine:
         cache.extend(count, free)
         return hidden
 
+    @torch.no_grad()
     def _verify(self, tokens: Tensor, branch: Branch, cache: StaticCache, capture: Sequence[LayerId]) -> Hidden:
         layers = self.model.checked_layers(capture)
         count = tokens.numel()
@@ -153,6 +164,14 @@ class Engine:
         self._idle.append(memory)
         if len(self._idle) > IDLE:
             del self._programs[self._idle.pop(0)]
+
+
+def _counts(name: str, given: Sequence[int]) -> tuple[int, ...]:
+    """Ascending counts of at least 2; ValueError if they are something else."""
+    counts = list(given) if isinstance(given, Sequence) else [None]
+    if any(type(n) is not int or n < 2 for n in counts) or counts != sorted(set(counts)):
+        raise ValueError(f"engine: {name} must be ascending counts of at least 2, got {shown(given)}")
+    return tuple(given)
 
 
 def _holding(sizes: Sequence[int], count: int) -> int:

@@ -35,6 +35,8 @@ class ReadsOnce(nn.Module):
     def join(self) -> None:
         """Copies the weights into one, one group at a time; costs no memory but during the copy."""
         linears = [getattr(self, name) for name in self.reads]
+        if self._joined is not None and _tiles(self._joined, linears):
+            return  # recorded programs may be reading it where it is
         joined = torch.cat([linear.weight for linear in linears])
         for linear, part in zip(linears, joined.split([linear.out_features for linear in linears]), strict=True):
             linear.weight.data = part
@@ -46,7 +48,7 @@ class ReadsOnce(nn.Module):
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copied module owns its parameters one by one."""
+        """A copied module is not joined."""
         return self.__dict__ | {"_joined": None}
 
 

@@ -1,21 +1,36 @@
-"""The programs over one memory: one token, trees of several sizes, and the commits that belong to them."""
+"""The programs over one memory: one token, tokens in a row, trees of several sizes, and the commits that follow."""
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Hashable, Sequence
+from functools import partial
+from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
 
+from .layer_cache import DeltaRows
 from .model import Hidden, LayerId, QwenGDN
-from .programs import Nodes, Picked, Place, chain_layer, commit_delta, commit_rows, step_layer, tree_layer
+from .programs import (
+    KVRows,
+    Nodes,
+    Picked,
+    Place,
+    chain_layer,
+    commit_delta,
+    commit_rows,
+    step_layer,
+    tree_layer,
+)
 from .recorded import Announce, Inputs, Recorded, applied, compiled, send
 from .rope import Rotation, rotation
 from .static_cache import StaticDelta, StaticMemory
 from .topology import Topology
 
 Capture = tuple[LayerId, ...]
+Kept = list[DeltaRows | KVRows]
 
 SHORT = 16  # most accepted paths are no longer, and a commit's work goes with the length that it is made for
+
+Part = TypeVar("Part")
 
 
 class Verified(NamedTuple):
@@ -29,6 +44,16 @@ class Verified(NamedTuple):
     commit: Callable[[list[int], int, int], None]
 
 
+class _Program(NamedTuple, Generic[Part]):
+    """The inputs and launches of a program, and how it is run.
+
+    No part refers to what runs it: without a cycle, a memory that is given up is freed at once.
+    """
+
+    part: Part
+    run: Recorded[Any]
+
+
 class ProgramSet:
     """Programs of a model over one memory, each prepared when it is first run and then kept."""
 
@@ -36,48 +61,64 @@ class ProgramSet:
         self._model = model
         self._memory = memory
         self._announce = announce
-        self._steps: dict[Capture, _Step] = {}
-        self._trees: dict[tuple[Capture, int], _Tree] = {}
-        self._chains: dict[tuple[Capture, int], _Chain] = {}
+        self._programs: dict[Hashable, _Program[Any]] = {}
 
     def step(self, capture: Capture, token: Tensor, length: int, bank: int) -> Hidden:
         """One token after the committed ones; its memory goes to the other bank."""
-        if capture not in self._steps:
-            self._steps[capture] = _Step(self._model, self._memory, capture, self._announce)
-        return self._steps[capture].run(token, length, bank)
+        make = partial(_Step, self._model, self._memory, capture)
+        part, run = self._program((capture,), "one token", make)
+        part.send(token, length, bank)
+        return _copied(run(), 1)
 
     def chain(self, capture: Capture, size: int, tokens: Tensor, length: int, bank: int) -> Hidden:
         """Up to `size` tokens after the committed ones; their memory goes to the other bank."""
-        key = (capture, size)
-        if key not in self._chains:
-            self._chains[key] = _Chain(self._model, self._memory, size, capture, self._announce)
-        return self._chains[key].run(tokens, length, bank)
+        make = partial(_Chain, self._model, self._memory, size, capture)
+        # Not recorded: its work is long enough to hide its launches.
+        part, run = self._program(("chain", capture, size), f"{size} tokens", make, record=False)
+        part.send(tokens, length, bank)
+        hidden, count = run(), tokens.numel()
+        return Hidden(hidden.final[:, :count], tuple(x[:, :count] for x in hidden.captured))
 
     def verify(
         self, capture: Capture, size: int, tokens: Tensor, topology: Topology, length: int, bank: int
     ) -> Verified:
         """A tree of up to `size` nodes; committed memory is only read."""
-        key = (capture, size)
-        if key not in self._trees:
-            self._trees[key] = _Tree(self._model, self._memory, size, capture, self._announce)
-        return self._trees[key].run(tokens, topology, length, bank)
+        make = partial(_Tree, self._model, self._memory, size, capture)
+        part, run = self._program((capture, size), f"trees of {size} nodes", make)
+        part.send(tokens, topology, length, bank)
+        hidden, part.kept = run()
+        return Verified(_copied(hidden, len(topology)), _tensors(part.kept), partial(self._commit, part))
+
+    def _commit(self, tree: "_Tree", path: list[int], length: int, bank: int) -> None:
+        most = min(SHORT, tree.size) if len(path) <= SHORT else tree.size
+        name = f"commits of {most} from trees of {tree.size} nodes"
+        part, run = self._program((tree, most), name, partial(_Commit, self._memory, tree, most))
+        part.send(path, length, bank)
+        run()
+
+    def _program(self, key: Hashable, name: str, make: Callable[[], Part], *, record: bool = True) -> _Program[Part]:
+        if key not in self._programs:
+            with torch.inference_mode(False):  # inputs made in that mode could not be written outside it
+                part = cast(Any, make())
+            self._programs[key] = _Program(
+                part, Recorded(name, part.launch, self._model.device, self._announce, record=record)
+            )
+        return self._programs[key]
 
 
 class _Step:
-    """The program of one token."""
+    """One token."""
 
-    def __init__(self, model: QwenGDN, memory: StaticMemory, capture: Capture, announce: Announce) -> None:
+    def __init__(self, model: QwenGDN, memory: StaticMemory, capture: Capture) -> None:
         self._model, self._memory, self._capture = model, memory, capture
         self._inputs = Inputs((1, 1, 1), model.device)
         length, bank, self._token = self._inputs.parts
         self._place = Place(length, bank)
-        self._program = Recorded("one token", self._launch, model.device, announce)
 
-    def run(self, token: Tensor, length: int, bank: int) -> Hidden:
+    def send(self, token: Tensor, length: int, bank: int) -> None:
         self._inputs.fill((torch.tensor([length, bank]), token.reshape(1).long().cpu()))
-        return _copied(self._program(), 1)
 
-    def _launch(self) -> Hidden:
+    def launch(self) -> Hidden:
         place = self._place
         x, rope = _enter(self._model, self._token, place.length)
         outputs = {}
@@ -88,22 +129,18 @@ class _Step:
 
 
 class _Chain:
-    """The program of tokens in a row. It is not recorded: its work is long enough to hide its launches."""
+    """Tokens in a row, padded to `size`."""
 
-    def __init__(self, model: QwenGDN, memory: StaticMemory, size: int, capture: Capture, announce: Announce) -> None:
-        self._model, self._memory, self._capture = model, memory, capture
+    def __init__(self, model: QwenGDN, memory: StaticMemory, size: int, capture: Capture) -> None:
+        self._model, self._memory, self._size, self._capture = model, memory, size, capture
         self._inputs = Inputs((1, 1, 1, size), model.device)
-        self._program = Recorded(f"{size} tokens", self._launch, model.device, announce, record=False)
-        self._size = size
 
-    def run(self, tokens: Tensor, length: int, bank: int) -> Hidden:
+    def send(self, tokens: Tensor, length: int, bank: int) -> None:
         count = tokens.numel()
         padding = torch.zeros(self._size - count, dtype=torch.int64)
         self._inputs.fill((torch.tensor([length, bank, count]), tokens.reshape(-1).long().cpu(), padding))
-        hidden = self._program()
-        return Hidden(hidden.final[:, :count], tuple(x[:, :count] for x in hidden.captured))
 
-    def _launch(self) -> Hidden:
+    def launch(self) -> Hidden:
         length, bank, count, tokens = self._inputs.parts
         place, where = Place(length, bank), length + torch.arange(self._size, device=length.device)
         x, rope = _enter(self._model, tokens, where)
@@ -116,26 +153,23 @@ class _Chain:
 
 
 class _Tree:
-    """The program of a padded tree, and of the commit of one of its paths."""
+    """A tree, padded to `size` nodes; `kept` is what its last run has left for a commit."""
 
-    def __init__(self, model: QwenGDN, memory: StaticMemory, size: int, capture: Capture, announce: Announce) -> None:
-        self._model, self._memory, self._capture, self._size = model, memory, capture, size
+    def __init__(self, model: QwenGDN, memory: StaticMemory, size: int, capture: Capture) -> None:
+        self._model, self._memory, self._capture, self.size = model, memory, capture, size
         width = model.config.linear_conv_kernel_dim
-        device = model.device
-        self._inputs = Inputs((1, 1, size, size, size * width), device)
+        self._inputs = Inputs((1, 1, size, size, size * width), model.device)
         length, bank, tokens, depths, windows = self._inputs.parts
-        ancestors = torch.eye(size, dtype=torch.bool, device=device)
+        ancestors = torch.eye(size, dtype=torch.bool, device=model.device)
         self._nodes = Nodes(tokens, depths, windows.view(size, width), ancestors)
         self._place = Place(length, bank)
-        self._program = Recorded(f"trees of {size} nodes", self._launch, device, announce)
-        self._kept: list[Any]
-        lengths = sorted({min(SHORT, size), size})
-        self._commits = [_Commit(memory, lambda: self._kept, size, most, device, announce) for most in lengths]
+        self.device = model.device
+        self.kept: Kept = []
 
-    def run(self, tokens: Tensor, topology: Topology, length: int, bank: int) -> Verified:
+    def send(self, tokens: Tensor, topology: Topology, length: int, bank: int) -> None:
         count, width = len(topology), self._nodes.windows.shape[1]
-        missing = self._size - count
-        own = torch.arange(width - 1 + count, width - 1 + self._size)[:, None]
+        missing = self.size - count
+        own = torch.arange(width - 1 + count, width - 1 + self.size)[:, None]
         padding = torch.cat((torch.arange(width - 1).expand(missing, -1), own), dim=1)
         none = torch.zeros(missing, dtype=torch.int64)
         self._inputs.fill(
@@ -149,16 +183,11 @@ class _Tree:
                 padding.flatten(),
             )
         )
-        ancestors = torch.eye(self._size, dtype=torch.bool)
+        ancestors = torch.eye(self.size, dtype=torch.bool)
         ancestors[:count, :count] = topology.ancestors
         send(ancestors, self._nodes.ancestors)
-        hidden, self._kept = self._program()
-        return Verified(_copied(hidden, count), _tensors(self._kept), self.commit)
 
-    def commit(self, path: list[int], length: int, bank: int) -> None:
-        next(one for one in self._commits if len(path) <= one.most).run(path, length, bank)
-
-    def _launch(self) -> tuple[Hidden, list[Any]]:
+    def launch(self) -> tuple[Hidden, Kept]:
         place, nodes = self._place, self._nodes
         x, rope = _enter(self._model, nodes.tokens, place.length + nodes.depths)
         outputs, kept = {}, []
@@ -170,30 +199,20 @@ class _Tree:
 
 
 class _Commit:
-    """The program that commits paths of up to `most` nodes from what a tree's program kept."""
+    """The commit of a path of up to `most` nodes from what a tree's program kept."""
 
-    def __init__(
-        self,
-        memory: StaticMemory,
-        kept: Callable[[], list[Any]],
-        size: int,
-        most: int,
-        device: torch.device,
-        announce: Announce,
-    ) -> None:
-        self._memory, self._kept, self.most = memory, kept, most
-        self._inputs = Inputs((1, 1, 1, most), device)
-        self._program = Recorded(f"commits of {most} from trees of {size} nodes", self._launch, device, announce)
+    def __init__(self, memory: StaticMemory, tree: _Tree, most: int) -> None:
+        self._memory, self._tree, self._most = memory, tree, most
+        self._inputs = Inputs((1, 1, 1, most), tree.device)
 
-    def run(self, path: list[int], length: int, bank: int) -> None:
-        padding = [0] * (self.most - len(path))
+    def send(self, path: list[int], length: int, bank: int) -> None:
+        padding = [0] * (self._most - len(path))
         self._inputs.fill((torch.tensor([length, bank, len(path), *path, *padding]),))
-        self._program()
 
-    def _launch(self) -> None:
+    def launch(self) -> None:
         length, bank, count, nodes = self._inputs.parts
         place, path = Place(length, bank), Picked(nodes, count)
-        for memory, rows in zip(self._memory.layers, self._kept(), strict=True):
+        for memory, rows in zip(self._memory.layers, self._tree.kept, strict=True):
             commit = commit_delta if isinstance(memory, StaticDelta) else commit_rows
             compiled(commit)(memory, rows, place, path)
 
@@ -213,5 +232,5 @@ def _copied(hidden: Hidden, count: int) -> Hidden:
     return Hidden(hidden.final[:, :count].clone(), tuple(x[:, :count].clone() for x in hidden.captured))
 
 
-def _tensors(kept: Sequence[Any]) -> list[Tensor]:
-    return [t for rows in kept for t in (rows.tensors() if hasattr(rows, "tensors") else rows)]
+def _tensors(kept: Sequence[DeltaRows | KVRows]) -> list[Tensor]:
+    return [t for rows in kept for t in (rows.tensors() if isinstance(rows, DeltaRows) else rows)]

@@ -1,7 +1,7 @@
 """Functions over fixed addresses, recorded once as a CUDA graph and replayed; elsewhere they are simply called."""
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from typing import Any, Generic, TypeVar
 
@@ -17,6 +17,23 @@ Announce = Callable[[str], AbstractContextManager[object]]
 """Makes the context in which a program of that name is compiled and recorded, which takes seconds to minutes."""
 
 
+@contextmanager
+def program_settings(device: str) -> Iterator[None]:
+    """The same modes for every run, whatever the caller's: those of a cached forward of the model.
+
+    One compiled function serves every size and kind of layer, each with code of its own, hence the limits.
+    """
+    limits = torch._dynamo.config.patch(recompile_limit=1024, accumulated_recompile_limit=4096)
+    with (
+        torch.inference_mode(False),
+        torch.no_grad(),
+        torch.autocast(device, enabled=False),
+        full_float32(),
+        limits,
+    ):
+        yield
+
+
 class Recorded(Generic[T]):
     """A function without arguments whose tensors never move; what it returns is written over by the next call.
 
@@ -30,6 +47,7 @@ class Recorded(Generic[T]):
     ) -> None:
         self._name = name
         self._run = run
+        self._device = device.type
         self._records = record and device.type == "cuda"
         self._announce = announce
         self._graph: torch.cuda.CUDAGraph | None = None
@@ -37,25 +55,23 @@ class Recorded(Generic[T]):
         self._ready = False
 
     def __call__(self) -> T:
-        if not self._ready:
+        with program_settings(self._device):
+            if self._ready:
+                return self._again()
             with self._announce(self._name):
                 return self._first()
-        return self._again()
 
     def _again(self) -> T:
-        if self._graph is not None:
-            self._graph.replay()
-            return self._result
-        with full_float32():
+        if self._graph is None:
             return self._run()
+        self._graph.replay()
+        return self._result
 
     def _first(self) -> T:
         """Compiles, and on CUDA records; nothing is half-recorded if it fails."""
-        # One compiled function serves every size and kind of layer, each with code of its own.
-        with full_float32(), torch._dynamo.config.patch(recompile_limit=1024, accumulated_recompile_limit=4096):
-            if self._records:
-                self._record()
-            result = self._again()
+        if self._records:
+            self._record()
+        result = self._again()
         self._ready = True
         return result
 

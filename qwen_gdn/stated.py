@@ -63,7 +63,7 @@ def shown(value: object) -> str:
 
 @dataclass(frozen=True)
 class Stated:
-    """A table of a config, read value by value; a null states nothing.
+    """A table of a config, read value by value; to `need`, `maybe` and `inner` a null states nothing.
 
     Args:
         what: the config's name, with which errors begin.

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from .cache import HybridCache
+from .cache import HybridCache, storage_bytes
 from .config import LayerType, ModelConfig
 from .layer_cache import DeltaCache, KVCache, LayerCache
 from .norms import at_least_float32
@@ -85,6 +85,18 @@ class StaticCache(HybridCache):
         self._banks: list[Layers | None] = [self._now.layers, None]
         self._awaited: list[Layers] = []  # records that open transactions may put back
         self._saved: dict[int, Layers] = {}  # copies of those whose bank was needed, by the records' id
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all storage held: both banks, rows, what was computed elsewhere and an open window."""
+        window = self._now.window
+        records = (self._now.layers, *self._saved.values())
+        held = [t for record in records for layer in record for t in layer.tensors()]
+        held += [t for layer in self.memory.layers for t in layer]
+        return storage_bytes(held) + (window.nbytes if window else 0)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> HybridCache:
+        return self.fork()
 
     def start(self) -> tuple[int, int]:
         """Readies a program: the bank that holds what is committed, and the other one, which it may write."""

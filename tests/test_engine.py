@@ -4,8 +4,10 @@ Most tests run the programs' own code uncompiled, in float64, where a difference
 GPU the same checks run on recorded graphs.
 """
 
+import copy
 import gc
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from itertools import cycle
 from typing import Any
 
@@ -27,7 +29,7 @@ from tiny import (
 
 import qwen_gdn.program_set
 from ddtree import NoDrafts, build_chain, build_tree, generate, make_sampler
-from qwen_gdn import QwenGDN, Topology, decode, prefill
+from qwen_gdn import DeltaCache, HybridCache, QwenGDN, Topology, decode, prefill
 from qwen_gdn.engine import Engine
 from qwen_gdn.static_cache import StaticCache
 
@@ -368,6 +370,7 @@ def test_other_memory_runs_on_the_model_and_errors_are_the_models() -> None:
     rolling = engine.new_cache(20, rollback=4)
     engine(random_tokens(seeded(1), 1, 6), rolling)
     rolling.crop(3)
+    check_holds(rolling, model, random_tokens(seeded(1), 6)[:3].tolist())
     cache = engine.new_cache(3)
     for wrong, message in (
         ((torch.tensor([97]), cache), "outside the vocabulary"),
@@ -390,9 +393,16 @@ def test_other_memory_runs_on_the_model_and_errors_are_the_models() -> None:
         engine(torch.tensor([1]), cache, capture=(8,))
     with pytest.raises(ValueError, match="capacity must be"):
         engine.new_cache(0)
-    for wrong in ({"sizes": (8, 4)}, {"sizes": ()}, {"sizes": (1, 8)}, {"chunks": (1, 8)}):
-        with pytest.raises(ValueError, match="ascending"):
-            Engine(model, **wrong)
+    for wrong in ((8, 4), (), (1, 8), (2.5, 4), 16, ("a", "b"), (True, 8)):
+        with pytest.raises(ValueError, match="sizes must"):
+            Engine(model, sizes=wrong)
+    with pytest.raises(ValueError, match="chunks must"):
+        Engine(model, chunks=(1, 8))
+    with pytest.raises(ValueError, match="takes a QwenGDN"):
+        Engine(engine)
+    for capacity, batch, rollback in ((True, 1, 0), (5, True, 0), (5, 1.0, 0), (5, 1, 0.0)):
+        with pytest.raises(ValueError, match="new_cache"):
+            engine.new_cache(capacity, batch, rollback)
     assert cache.length == 0
 
 
@@ -406,6 +416,86 @@ def test_a_window_says_what_it_holds() -> None:
     model(torch.arange(8), other)
     assert mine.nbytes == other.nbytes
     assert ours.nbytes - mine.nbytes == sum(t.nbytes for layer in ours.memory.layers for t in layer)
+
+
+@pytest.mark.usefixtures("uncompiled")
+def test_a_second_engine_leaves_the_weights_where_the_first_one_reads_them() -> None:
+    model = tiny_model()
+    Engine(model)
+    before = [p.data_ptr() for p in model.parameters()]
+    Engine(model)
+    assert [p.data_ptr() for p in model.parameters()] == before
+
+
+@pytest.mark.parametrize("mode", ["autocast", "inference", "grad"])
+def test_programs_run_in_the_models_modes_whatever_the_callers(mode: str) -> None:
+    """Prepared in one mode and used in the other, both ways round; compiled, since modes are what code is made for."""
+    modes: dict[str, Callable[[], Any]] = {
+        "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+        "inference": torch.inference_mode,
+        "grad": torch.enable_grad,
+    }
+    engine, model = Engine(small_model(dtype=torch.float32), sizes=(8,)), small_model(dtype=torch.float32)
+    topology = Topology([-1, 0, 0, 1])
+
+    def rounds(cache: HybridCache) -> None:
+        engine(torch.tensor([3]), cache)
+        engine(torch.arange(4), cache.branch(topology))
+        cache.commit([0, 1, 3])
+
+    for first in (True, False):
+        cache = engine.new_cache(40)
+        for turn in range(2):
+            with modes[mode]() if (turn == 0) == first else torch.no_grad():
+                rounds(cache)
+        assert all(not t.requires_grad for layer in cache for t in layer.tensors())
+        check_holds(cache, model, [3, 0, 1, 3] * 2)
+
+
+@pytest.mark.usefixtures("uncompiled")
+def test_a_recast_model_needs_a_new_engine() -> None:
+    engine = Engine(tiny_model(), sizes=SIZES)
+    cache = engine.new_cache(20)
+    engine(torch.tensor([3]), cache)
+    engine.model.double()
+    for refused in (lambda: engine(torch.tensor([3]), cache), lambda: engine.new_cache(20)):
+        with pytest.raises(ValueError, match=r"was torch\.float32 on cpu and now is torch\.float64 on cpu"):
+            refused()
+
+
+@pytest.mark.usefixtures("uncompiled")
+def test_memory_that_is_given_up_is_freed_at_once() -> None:
+    engine, _ = pair()
+    gc.collect()
+    gc.disable()
+    try:
+        memories = []
+        for capacity in (1000, 2000, 3000, 4000, 5000):
+            cache = engine.new_cache(capacity)
+            engine(torch.tensor([1]), cache)
+            engine(torch.arange(3), cache.branch(Topology.chain(3)))
+            cache.commit([0])
+            assert isinstance(cache, StaticCache)
+            memories.append(weakref.ref(cache.memory))
+            del cache
+        assert sum(memory() is not None for memory in memories) == 2
+    finally:
+        gc.enable()
+
+
+@pytest.mark.usefixtures("uncompiled")
+def test_a_cache_counts_all_it_holds_and_copies_itself_alone() -> None:
+    engine, model = pair()
+    cache = engine.new_cache(40)
+    whole = cache.nbytes
+    engine(random_tokens(seeded(1), 1, 5), cache)
+    loose = sum(layer.state.nbytes + layer.columns.nbytes for layer in cache if isinstance(layer, DeltaCache))
+    assert cache.nbytes == whole + loose
+    copied = copy.deepcopy(cache)
+    assert isinstance(copied, StaticCache) and copied.memory is not cache.memory
+    engine(torch.tensor([7]), cache)
+    assert cache.nbytes == whole
+    check_holds(copied, model, random_tokens(seeded(1), 5).tolist())
 
 
 def test_programs_are_announced_once() -> None:

@@ -360,7 +360,7 @@ NO_CUDA = pytest.mark.skipif(torch.cuda.is_available(), reason="asks for a devic
         (["--gpu", "--max-new-tokens", "9"], "--max-new-tokens is not used when gpu is measured"),
         (["--gpu"], "--gpu needs --target-config and --drafter-config"),
         (["--gpu", "--target-config", "/nope.json"], "--target-config: /nope.json is no file"),
-        (["--gpu", "--sizes", ""], "--sizes: must be an integer from 1"),
+        (["--gpu", "--sizes", ""], "--sizes: must be an integer from 2"),
     ],
 )
 def test_bench_refuses_bad_use_in_one_line(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

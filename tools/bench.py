@@ -29,6 +29,7 @@ import torch
 if not __package__:
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from qwen_gdn.stated import read_object
 from tools.measure import tables
 from tools.measure.acceptance import in_use, teacher_forced
 from tools.measure.gpu import Shape
@@ -138,9 +139,9 @@ def gpu(options: argparse.Namespace) -> Result:
 
 def _parsed(file: Path, layers: int | None) -> dict[str, Any]:
     """A config file, its text part cut to the first layers where that is asked for."""
-    raw: dict[str, Any] = json.loads(file.read_text())
-    if layers is not None:
-        text = raw.get("text_config", raw)
+    raw = read_object(file)
+    text = raw.get("text_config", raw)
+    if layers is not None and isinstance(text, dict) and isinstance(text.get("layer_types"), list):
         text |= {"num_hidden_layers": layers, "layer_types": text["layer_types"][:layers]}
     return raw
 

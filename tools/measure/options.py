@@ -81,7 +81,7 @@ def _add_gpu(parser: ToolParser) -> None:
     add("--target-config", type=file, metavar="FILE", help="a target's config.json")
     add("--drafter-config", type=file, metavar="FILE", help="a drafter's config.json")
     add("--layers", type=whole(1), help="only the target's first layers")
-    add("--sizes", type=_budgets, help=f"tree sizes (default: {_listed('sizes')})")
+    add("--sizes", type=lambda text: sorted(set(wholes(2)(text))), help=f"tree sizes (default: {_listed('sizes')})")
     add("--prefixes", type=_budgets, help=f"committed tokens (default: {_listed('prefixes')})")
 
 
