@@ -55,23 +55,20 @@ class Recorded(Generic[T]):
         self._ready = False
 
     def __call__(self) -> T:
+        if self._graph is not None:
+            self._graph.replay()
+            return self._result
         with program_settings(self._device):
             if self._ready:
-                return self._again()
+                return self._run()
             with self._announce(self._name):
                 return self._first()
-
-    def _again(self) -> T:
-        if self._graph is None:
-            return self._run()
-        self._graph.replay()
-        return self._result
 
     def _first(self) -> T:
         """Compiles, and on CUDA records; nothing is half-recorded if it fails."""
         if self._records:
             self._record()
-        result = self._again()
+        result = self._run() if self._graph is None else self()
         self._ready = True
         return result
 
