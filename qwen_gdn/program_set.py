@@ -21,7 +21,7 @@ from .programs import (
     tree_layer,
 )
 from .recorded import Announce, Inputs, Recorded, applied, compiled, send
-from .rope import Rotation, rotation
+from .rope import rotation
 from .static_cache import StaticDelta, StaticMemory
 from .topology import Topology
 
@@ -119,13 +119,11 @@ class _Step:
         self._inputs.fill((torch.tensor([length, bank]), token.reshape(1).long().cpu()))
 
     def launch(self) -> Hidden:
-        place = self._place
-        x, rope = _enter(self._model, self._token, place.length)
-        outputs = {}
-        for i, (layer, memory) in enumerate(zip(self._model.layers, self._memory.layers, strict=True)):
-            x = compiled(step_layer)(layer, x, rope, memory, place)
-            outputs[i] = x
-        return _leave(self._model, x, outputs, self._capture)
+        def layer(*through: Any) -> Tensor:
+            out: Tensor = compiled(step_layer)(*through, self._place)
+            return out
+
+        return _forward(self._model, self._memory, self._capture, self._token, self._place.length, layer)
 
 
 class _Chain:
@@ -142,14 +140,13 @@ class _Chain:
 
     def launch(self) -> Hidden:
         length, bank, count, tokens = self._inputs.parts
-        place, where = Place(length, bank), length + torch.arange(self._size, device=length.device)
-        x, rope = _enter(self._model, tokens, where)
-        outputs = {}
-        for i, (layer, memory) in enumerate(zip(self._model.layers, self._memory.layers, strict=True)):
-            x = compiled(chain_layer)(layer, x, rope, memory, place, count, where)
-            if i in self._capture:
-                outputs[i] = x
-        return _leave(self._model, x, outputs, self._capture)
+        where = length + torch.arange(self._size, device=length.device)
+
+        def layer(*through: Any) -> Tensor:
+            out: Tensor = compiled(chain_layer)(*through, Place(length, bank), count, where)
+            return out
+
+        return _forward(self._model, self._memory, self._capture, tokens, where, layer)
 
 
 class _Tree:
@@ -189,13 +186,16 @@ class _Tree:
 
     def launch(self) -> tuple[Hidden, Kept]:
         place, nodes = self._place, self._nodes
-        x, rope = _enter(self._model, nodes.tokens, place.length + nodes.depths)
-        outputs, kept = {}, []
-        for i, (layer, memory) in enumerate(zip(self._model.layers, self._memory.layers, strict=True)):
-            x, rows = compiled(tree_layer)(layer, x, rope, memory, place, nodes)
-            outputs[i] = x
+        kept: Kept = []
+
+        def layer(*through: Any) -> Tensor:
+            out: Tensor
+            out, rows = compiled(tree_layer)(*through, place, nodes)
             kept.append(rows)
-        return _leave(self._model, x, outputs, self._capture), kept
+            return out
+
+        positions = place.length + nodes.depths
+        return _forward(self._model, self._memory, self._capture, nodes.tokens, positions, layer), kept
 
 
 class _Commit:
@@ -217,14 +217,25 @@ class _Commit:
             compiled(commit)(memory, rows, place, path)
 
 
-def _enter(model: QwenGDN, tokens: Tensor, positions: Tensor) -> tuple[Tensor, Rotation]:
+def _forward(
+    model: QwenGDN,
+    memory: StaticMemory,
+    capture: Capture,
+    tokens: Tensor,
+    positions: Tensor,
+    run: Callable[..., Tensor],
+) -> Hidden:
+    """Tokens [T] through every layer; `run` takes a layer, its input, the rotation and the layer's memory."""
     c = model.config
-    return model.embed(tokens)[None], compiled(rotation)(positions, c.rotary_dim, c.rope_theta, model.dtype)
-
-
-def _leave(model: QwenGDN, x: Tensor, outputs: dict[int, Tensor], capture: Capture) -> Hidden:
-    final = compiled(applied)(model.norm, x)
-    return Hidden(final, tuple(final if i == "final" else outputs[i] for i in capture))
+    rope = compiled(rotation)(positions, c.rotary_dim, c.rope_theta, model.dtype)
+    x = model.embed(tokens)[None]
+    outputs: dict[LayerId, Tensor] = {}
+    for i, (layer, own) in enumerate(zip(model.layers, memory.layers, strict=True)):
+        x = run(layer, x, rope, own)
+        if i in capture:  # any other output need not outlive the next layer
+            outputs[i] = x
+    outputs["final"] = final = compiled(applied)(model.norm, x)
+    return Hidden(final, tuple(outputs[i] for i in capture))
 
 
 def _copied(hidden: Hidden, count: int) -> Hidden:

@@ -69,8 +69,7 @@ class _ChainRows:
     def attend(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
         rows = self._rows
         out = attend_chain(q, k, v, keys=rows.keys, values=rows.values, length=self._place.length)
-        rows.keys.index_copy_(2, self._where, k)
-        rows.values.index_copy_(2, self._where, v)
+        _write(rows, self._where, k, v)
         return out
 
 
@@ -84,8 +83,7 @@ class _StepRows:
         rows, length = self._rows, self._place.length
         alone = torch.ones(1, 1, dtype=torch.bool, device=q.device)
         out = attend(q, k, v, mask=alone, keys=rows.keys, values=rows.values, length=length)
-        rows.keys.index_copy_(2, length, k)
-        rows.values.index_copy_(2, length, v)
+        _write(rows, length, k, v)
         return out
 
 
@@ -102,7 +100,7 @@ class _TreeDelta:
         return tree_conv(_after(self._delta, self._place, columns), weight, self._nodes.windows)
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor, *, log_decay: Tensor, beta: Tensor) -> Tensor:
-        state = self._delta.states.index_select(0, self._place.bank)
+        state = _state(self._delta, self._place)
         out, factors = delta_window(
             q, k, v, log_decay=log_decay, beta=beta, state=state, ancestors=self._nodes.ancestors
         )
@@ -124,9 +122,8 @@ class _ChainDelta:
     def mix(self, q: Tensor, k: Tensor, v: Tensor, *, log_decay: Tensor, beta: Tensor) -> Tensor:
         real = (torch.arange(v.shape[1], device=v.device) < self._count)[:, None]
         log_decay, beta = log_decay.masked_fill(~real, 0.0), beta.masked_fill(~real, 0.0)
-        state = self._delta.states.index_select(0, self._place.bank)
-        out, after, _ = delta_chain(q, k, v, log_decay=log_decay, beta=beta, state=state)
-        self._delta.states.index_copy_(0, 1 - self._place.bank, after)
+        out, after, _ = delta_chain(q, k, v, log_decay=log_decay, beta=beta, state=_state(self._delta, self._place))
+        _keep_state(self._delta, self._place, after)
         return out
 
 
@@ -142,14 +139,27 @@ class _StepDelta:
         return chain_conv(joined, weight)
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor, *, log_decay: Tensor, beta: Tensor) -> Tensor:
-        state = self._delta.states.index_select(0, self._place.bank)
-        out, after, _ = delta_chain(q, k, v, log_decay=log_decay, beta=beta, state=state)
-        self._delta.states.index_copy_(0, 1 - self._place.bank, after)
+        out, after, _ = delta_chain(q, k, v, log_decay=log_decay, beta=beta, state=_state(self._delta, self._place))
+        _keep_state(self._delta, self._place, after)
         return out
 
 
 def _after(delta: StaticDelta, place: Place, columns: Tensor) -> Tensor:
     return torch.cat((delta.columns.index_select(0, place.bank), columns), dim=1)
+
+
+def _state(delta: StaticDelta, place: Place) -> Tensor:
+    return delta.states.index_select(0, place.bank)
+
+
+def _keep_state(delta: StaticDelta, place: Place, state: Tensor) -> None:
+    delta.states.index_copy_(0, 1 - place.bank, state)
+
+
+def _write(rows: StaticRows, where: Tensor, k: Tensor, v: Tensor) -> None:
+    """Puts keys and values at the rows `where` [T]."""
+    rows.keys.index_copy_(2, where, k)
+    rows.values.index_copy_(2, where, v)
 
 
 def _keep_newest(delta: StaticDelta, place: Place, columns: Tensor, count: Tensor) -> None:
@@ -189,13 +199,11 @@ def commit_delta(memory: StaticDelta, rows: DeltaRows, place: Place, path: Picke
     k, u, log_decay = rows.factors.take(path.nodes)
     # rows past the path come after it, so that without writes and decay they leave the state alone
     factors = Factors(k, u.masked_fill(~real[:, None, None], 0.0), log_decay.masked_fill(~real[:, None], 0.0))
-    state = absorb(memory.states.index_select(0, place.bank), factors)
-    memory.states.index_copy_(0, 1 - place.bank, state)
+    _keep_state(memory, place, absorb(_state(memory, place), factors))
     _keep_newest(memory, place, _after(memory, place, rows.columns[:, path.nodes]), path.length)
 
 
 def commit_rows(memory: StaticRows, rows: KVRows, place: Place, path: Picked) -> None:
     """Writes a path's keys and values behind the committed ones; its padding lands on scratch rows."""
     where = place.length + torch.arange(len(path.nodes), device=path.nodes.device)
-    memory.keys.index_copy_(2, where, rows[0][:, :, path.nodes])
-    memory.values.index_copy_(2, where, rows[1][:, :, path.nodes])
+    _write(memory, where, *(part[:, :, path.nodes] for part in rows))
