@@ -113,6 +113,16 @@ def test_repeats_are_equal_bit_for_bit(device: str) -> None:
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
+def waits(rounds: Iterator[Any], device: torch.device, count: int) -> int:
+    """How often the host waits for the device in so many rounds, after three that prepare."""
+    for _ in range(3):
+        next(rounds)
+    with synchronisations(device) as seen:
+        for _ in range(count):
+            next(rounds)
+    return len(seen)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("settings", [None, {}, {"top_k": 20, "top_p": 0.9}], ids=["greedy", "law", "cut"])
 def test_a_round_waits_for_the_device_twice(settings: dict[str, Any] | None) -> None:
@@ -120,19 +130,9 @@ def test_a_round_waits_for_the_device_twice(settings: dict[str, Any] | None) -> 
     proposer = RecordedDrafter(drafter_of(engine.model))
     options = {} if settings is None else {"sampler": make_sampler(0.8, seed=1, **settings)}
     rounds = generate(engine, proposer, [5, 9, 1], max_new_tokens=90, budget=31, **options)
-    for _ in range(3):
-        next(rounds)
-    with synchronisations(engine.device) as seen:
-        for _ in range(4):
-            next(rounds)
-    assert len(seen) == 8, [str(one.message) for one in seen]
+    assert waits(rounds, engine.device, 4) == 8
     steps = generate(engine, NoDrafts(), [5, 9, 1], max_new_tokens=90, **options)
-    for _ in range(3):
-        next(steps)
-    with synchronisations(engine.device) as seen:
-        for _ in range(4):
-            next(steps)
-    assert len(seen) == 4, [str(one.message) for one in seen]
+    assert waits(steps, engine.device, 4) == 4
 
 
 @pytest.mark.gpu

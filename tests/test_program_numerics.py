@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from delta_oracle import by_hand, draw_rows, gates
 from tiny import gap, random_topology, seeded
+from torch import Tensor
 
 from qwen_gdn.delta_rule import delta_window
 from qwen_gdn.layer_cache import DeltaRows
@@ -45,70 +46,56 @@ def test_a_tree_and_its_commit_are_as_exact_as_float32_allows(nodes: int, device
         assert memory.columns[1, :, 0].tolist() == ([0.0] * 3 + [float(node) for node in path])[-3:]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("device", DEVICES)
-def test_attention_reads_the_prefix_and_the_tree(device: str, dtype: torch.dtype) -> None:
-    """Every prefix length, none among them, by one compiled function; on CUDA in bf16 that is the flash kernel."""
-    if device == "cpu" and dtype == torch.bfloat16:
-        pytest.skip("bf16 takes another way on CUDA alone")
-    draw = seeded(1)
-    heads, groups, nodes, rows, width = 2, 3, 16, 5000, 64
-    q, k, v, keys, values = (
-        torch.randn(1, h, n, width, generator=draw, dtype=torch.float64).to(dtype)
-        for h, n in ((heads * groups, nodes), (heads, nodes), (heads, nodes), (heads, rows), (heads, rows))
-    )
-    topology = random_topology(draw, nodes, max_depth=9)
-    there = [x.to(device) for x in (q, k, v)]
+FORMS = [
+    ("cpu", torch.float32, 5e-6),
+    pytest.param("cuda", torch.float32, 5e-6, marks=pytest.mark.gpu),
+    pytest.param("cuda", torch.bfloat16, 1.5e-2, marks=pytest.mark.gpu),  # by the flash kernel
+]
+
+
+def draw_attention(seed: int, new: int, rows: int, *, groups: int, width: int, dtype: torch.dtype) -> list[Tensor]:
+    """q, k, v of new rows and the keys and values of a prefix, two key heads."""
+    draw = seeded(seed)
+    return [
+        torch.randn(1, heads, count, width, generator=draw, dtype=torch.float64).to(dtype)
+        for heads, count in ((2 * groups, new), (2, new), (2, new), (2, rows), (2, rows))
+    ]
+
+
+def exact(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+    """In float64, of rows that see a prefix and each other as the mask [N, rows + N] says."""
+    joined = (torch.cat(pair, dim=2).double() for pair in ((keys, k), (values, v)))
+    return F.scaled_dot_product_attention(q.double(), *joined, attn_mask=mask, enable_gqa=True)
+
+
+@pytest.mark.parametrize(("device", "dtype", "tolerance"), FORMS)
+def test_attention_reads_the_prefix_and_the_tree(device: str, dtype: torch.dtype, tolerance: float) -> None:
+    """Every prefix length, none among them, by one compiled function."""
+    nodes = 16
+    q, k, v, keys, values = draw_attention(1, nodes, 5000, groups=3, width=64, dtype=dtype)
+    tree = random_topology(seeded(1), nodes, max_depth=9).ancestors
+    there = {"mask": tree.to(device), "keys": keys.to(device), "values": values.to(device)}
     for length in (0, 1, 63, 64, 1000, 4999, 5000):
-        found = compiled(attend)(
-            *there, mask=topology.ancestors.to(device), keys=keys.to(device), values=values.to(device),
-            length=torch.tensor([length], device=device),
-        ).cpu()  # fmt: skip
-        mask = torch.cat((torch.ones(nodes, length, dtype=torch.bool), topology.ancestors), dim=1)
-        wanted = F.scaled_dot_product_attention(
-            q.double(),
-            torch.cat((keys[:, :, :length], k), 2).double(),
-            torch.cat((values[:, :, :length], v), 2).double(),
-            attn_mask=mask,
-            enable_gqa=True,
-        )
-        assert gap(found, wanted) <= (5e-6 if dtype == torch.float32 else 1.5e-2), length
+        new = (x.to(device) for x in (q, k, v))
+        found = compiled(attend)(*new, **there, length=torch.tensor([length], device=device)).cpu()
+        mask = torch.cat((torch.ones(nodes, length, dtype=torch.bool), tree), dim=1)
+        assert gap(found, exact(q, k, v, keys[:, :, :length], values[:, :, :length], mask)) <= tolerance, length
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("device", DEVICES)
-def test_attention_reads_the_prefix_and_the_rows_before(device: str, dtype: torch.dtype) -> None:
-    if device == "cpu" and dtype == torch.bfloat16:
-        pytest.skip("bf16 takes another way on CUDA alone")
-    draw = seeded(3)
-    heads, groups, count, rows, width = 2, 3, 200, 1200, 64
-    q, k, v, keys, values = (
-        torch.randn(1, h, n, width, generator=draw, dtype=torch.float64).to(dtype)
-        for h, n in ((heads * groups, count), (heads, count), (heads, count), (heads, rows), (heads, rows))
-    )
-    there = [x.to(device) for x in (q, k, v)]
+@pytest.mark.parametrize(("device", "dtype", "tolerance"), FORMS)
+def test_attention_reads_the_prefix_and_the_rows_before(device: str, dtype: torch.dtype, tolerance: float) -> None:
+    count = 200
+    q, k, v, keys, values = draw_attention(3, count, 1200, groups=3, width=64, dtype=dtype)
+    there = {"keys": keys.to(device), "values": values.to(device)}
     for length in (0, 1, 500, 1200):
-        place = {"keys": keys.to(device), "values": values.to(device), "length": torch.tensor([length], device=device)}
-        found = compiled(attend_chain)(*there, **place).cpu()
-        wanted = F.scaled_dot_product_attention(
-            q.double(),
-            torch.cat((keys[:, :, :length], k), 2).double(),
-            torch.cat((values[:, :, :length], v), 2).double(),
-            attn_mask=torch.ones(count, length + count, dtype=torch.bool).tril(length),
-            enable_gqa=True,
-        )
-        assert gap(found, wanted) <= (5e-6 if dtype == torch.float32 else 1.5e-2), length
+        new = (x.to(device) for x in (q, k, v))
+        found = compiled(attend_chain)(*new, **there, length=torch.tensor([length], device=device)).cpu()
+        mask = torch.ones(count, length + count, dtype=torch.bool).tril(length)
+        assert gap(found, exact(q, k, v, keys[:, :, :length], values[:, :, :length], mask)) <= tolerance, length
 
 
 def test_rows_can_be_seen_in_any_order() -> None:
-    draw = seeded(2)
-    q, k, v, keys, values = (
-        torch.randn(1, h, n, 8, generator=draw, dtype=torch.float64)
-        for h, n in ((4, 5), (2, 5), (2, 5), (2, 40), (2, 40))
-    )
-    seen, mask = torch.rand(5, 40, generator=draw) < 0.5, torch.ones(5, 5, dtype=torch.bool).tril()
+    q, k, v, keys, values = draw_attention(2, 5, 40, groups=2, width=8, dtype=torch.float64)
+    seen, mask = torch.rand(5, 40, generator=seeded(4)) < 0.5, torch.ones(5, 5, dtype=torch.bool).tril()
     found = attend_seen(q, k, v, mask=mask, keys=keys, values=values, seen=seen)
-    wanted = F.scaled_dot_product_attention(
-        q, torch.cat((keys, k), 2), torch.cat((values, v), 2), attn_mask=torch.cat((seen, mask), 1), enable_gqa=True
-    )
-    assert gap(found, wanted) <= 1e-12
+    assert gap(found, exact(q, k, v, keys, values, torch.cat((seen, mask), dim=1))) <= 1e-12
