@@ -210,7 +210,7 @@ class _Loop:
             hidden = self.forward(tree)
             logits = self.target.logits(hidden.final[0])
         with self.on_stage("sample"):
-            path, bonus = accept(tree, self.draws(logits))
+            path, bonus = accept(tree, torch.tensor(self.draws(logits)))
             tokens = self.cut([*tree.tokens[path[1:]].tolist(), bonus])
         with self.on_stage("commit"):
             self.keep(tree, path[: len(tokens)], hidden)
