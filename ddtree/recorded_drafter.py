@@ -108,8 +108,8 @@ class _Programs:
             self._features = like.new_zeros(1, config.block_size, like.shape[1])
             self._start = Inputs((1,), like.device)
             self._root = Inputs((1, 1), like.device)
-        self._observe = Recorded("the drafter's context update", self._launch_observe, like.device, announce)
-        self._propose = Recorded("the drafter's block", self._launch_propose, like.device, announce)
+        self._observe = Recorded("the drafter's context update", [self._launch_observe], like.device, announce)
+        self._propose = Recorded("the drafter's block", [self._launch_propose], like.device, announce)
 
     def take(self, other: "_Programs", length: int) -> None:
         """Copies the first `length` context rows of programs with fewer rows."""

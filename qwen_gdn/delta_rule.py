@@ -30,6 +30,9 @@ from .norms import at_least_float32
 from .precision import exact_products
 from .topology import Path, Topology
 
+LEAF = 16  # rows of a system that substitution solves at once when its inverse is wanted
+SERIAL = 64  # rows up to which substitution, though each row waits for the one before, beats an inverse
+
 
 class Factors(NamedTuple):
     """What is kept of each node: its state is a sum of these along its path.
@@ -103,35 +106,23 @@ def delta_chain(
     S = _by_key_head(_zeros(k, v) if state is None else state, k.shape[2])
     if T == 1:
         out, S, u = _one_token(q, k, v, log_decay, beta, S)
-        return out, S.flatten(1, 2), Factors(k, u, log_decay)
+        return out, _by_head(S), Factors(k, u, log_decay)
     C = min(chunk_size, T)
     # Padding is inert: with k, β and g zero a row neither writes, nor decays, nor is read by another.
     parts = (_chunks(x, C) for x in (q, k, v, log_decay, beta))
     window = _Window.build(torch.ones(C, C, dtype=torch.bool, device=v.device).tril(), *parts)
     # (I + X)^-1 applied to both terms of the right-hand side, so that only products depend on the state.
     V_rows, K_rows = window.solve_parts()
-    starts = _chunk_starts(S, window, V_rows, K_rows)
-    u = V_rows - K_rows @ starts
-    outputs = window.decay * (window.q @ starts) + window.y @ u
-    S = _absorb(starts[:, -1], window.k[:, -1], u[:, -1], window.log_decay[:, -1])
-    out, writes = (_token_first(x)[:, :T] for x in (outputs, u))
-    return out, S.flatten(1, 2), Factors(k, writes, log_decay)
-
-
-def _chunk_starts(S: Tensor, window: "_Window", V_rows: Tensor, K_rows: Tensor) -> Tensor:
-    """The state before each chunk, [B, C, H_k, R, K, V], from the one before the first.
-
-    What a chunk does to the state is affine in it, S' = (e^G I − Wᵀ K_rows) S + Wᵀ V_rows with W the keys decayed to
-    the chunk's end. All chunks' parts come at once, so that one small product a chunk is all that waits for another.
-    """
-    W = _decayed_to_end(window.k, window.log_decay).transpose(-1, -2)[:, :-1]
-    kept = window.log_decay.sum(-1).exp()[:, :-1, ..., None, None]
-    eye = torch.eye(W.shape[-2], dtype=S.dtype, device=S.device)
-    turn, added = kept * eye - W @ K_rows[:, :-1], W @ V_rows[:, :-1]
-    starts = [S]
-    for c in range(turn.shape[1]):
-        starts.append(added[:, c] + turn[:, c] @ starts[-1])
-    return torch.stack(starts, dim=1)
+    starts, writes = [], []
+    for c in range(V_rows.shape[1]):
+        u = V_rows[:, c] - K_rows[:, c] @ S.mT
+        starts.append(S)
+        writes.append(u)
+        S = _absorb(S, window.k[:, c], u, window.log_decay[:, c])
+    u = torch.stack(writes, dim=1)
+    out = window.decay * _read(torch.stack(starts, dim=1), window.q) + window.y @ u
+    out, u = (_token_first(x)[:, :T] for x in (out, u))
+    return out, _by_head(S), Factors(k, u, log_decay)
 
 
 def delta_tree(
@@ -167,8 +158,7 @@ def delta_window(
     q, k, v, log_decay, beta = map(at_least_float32, (q, k, v, log_decay, beta))
     S = _by_key_head(_zeros(k, v) if state is None else state, k.shape[2])
     window = _Window.build(ancestors, *(x[:, None] for x in (q, k, v, log_decay, beta))).squeeze()
-    from_state = torch.cat((window.q, window.k), dim=-2) @ S
-    q_read, k_read = from_state.chunk(2, dim=-2)
+    q_read, k_read = _read(S, torch.cat((window.q, window.k), dim=-2)).chunk(2, dim=-2)
     u = window.solve(window.beta * (window.v - window.decay * k_read))
     out = window.decay * q_read + window.y @ u
     out, u = _token_first(out[:, None]), _token_first(u[:, None])
@@ -197,11 +187,10 @@ def absorb(state: Tensor, factors: Factors) -> Tensor:
     """The state after a row of tokens, all of `factors` in order; the state itself if there are none."""
     if factors.k.shape[1] == 0:
         return state
-    group = state.shape[1] // factors.k.shape[2]
-    k = factors.k.transpose(1, 2).unsqueeze(2)
-    u = factors.u.transpose(1, 2).unflatten(1, (-1, group))
-    g = factors.log_decay.transpose(1, 2).unflatten(1, (-1, group))
-    return _absorb(_by_key_head(state, factors.k.shape[2]), k, u, g).flatten(1, 2)
+    S = _by_key_head(state, factors.k.shape[2])
+    k = factors.k.transpose(1, 2)
+    u, g = (x.transpose(1, 2).unflatten(1, S.shape[1:3]) for x in (factors.u, factors.log_decay))
+    return _by_head(_absorb(S, k, u, g))
 
 
 def _one_token(
@@ -212,16 +201,29 @@ def _one_token(
     q, k = (x[:, 0, :, None] for x in (q * q.shape[-1] ** -0.5, k))  # [B, H_k, 1, K], as all below by key head
     v, decay, beta = (x[:, 0].unflatten(1, heads) for x in (v, log_decay.exp(), beta))
     # Both reads are of the old state, so that it is gone through once: q·S' = e^g q·S + (q·k) u.
-    k_read, q_read = ((S * x[..., None]).sum(-2) for x in (k, q))
+    k_read, q_read = ((S * x[..., None, :]).sum(-1) for x in (k, q))
     u = beta[..., None] * (v - decay[..., None] * k_read)
     out = decay[..., None] * q_read + (q * k).sum(-1, keepdim=True) * u
-    S = torch.addcmul(S * decay[..., None, None], k[..., None], u[..., None, :])
+    S = torch.addcmul(S * decay[..., None, None], u[..., None], k[..., None, :])
     return out.flatten(1, 2).unsqueeze(1), S, u.flatten(1, 2).unsqueeze(1)
 
 
+def _read(S: Tensor, rows: Tensor) -> Tensor:
+    """What rows [..., H_k, N, K] read of states [..., H_k, R, V, K], [..., R, N, V]; one product a key head."""
+    read: Tensor = (rows @ S.flatten(-3, -2).mT).unflatten(-1, S.shape[-3:-1])
+    return read.transpose(-3, -2)
+
+
+def _written(u: Tensor, k: Tensor) -> Tensor:
+    """The sum of u_n k_nᵀ over rows, [..., R, V, K], of u [..., R, N, V] and k [..., N, K]; one product a key head."""
+    side_by_side = u.transpose(-3, -2).flatten(-2)
+    written: Tensor = (side_by_side.mT @ k).unflatten(-2, (u.shape[-3], u.shape[-1]))
+    return written
+
+
 def _absorb(S: Tensor, k: Tensor, u: Tensor, g: Tensor) -> Tensor:
-    """S [B, H_k, R, K, V], k [B, H_k, 1, N, K], u [B, H_k, R, N, V], g [B, H_k, R, N] -> the state after N rows."""
-    return S * g.sum(-1).exp()[..., None, None] + k.transpose(-1, -2) @ _decayed_to_end(u, g)
+    """S [B, H_k, R, V, K], k [B, H_k, N, K], u [B, H_k, R, N, V], g [B, H_k, R, N] -> the state after N rows."""
+    return S * g.sum(-1).exp()[..., None, None] + _written(_decayed_to_end(u, g), k)
 
 
 def _decayed_to_end(rows: Tensor, g: Tensor) -> Tensor:
@@ -232,10 +234,10 @@ def _decayed_to_end(rows: Tensor, g: Tensor) -> Tensor:
 
 
 class _Window(NamedTuple):
-    """One window of N rows in head-first layout, with C windows side by side: [B, C, H_k, R or 1, N, ...]."""
+    """C windows of N rows side by side, heads first: [B, C, H_k, R, N, ...], q and k without R."""
 
-    q: Tensor  # [..., 1, N, K], scaled
-    k: Tensor  # [..., 1, N, K]
+    q: Tensor  # [..., N, K], scaled
+    k: Tensor  # [..., N, K]
     v: Tensor  # [..., R, N, V]
     log_decay: Tensor  # [..., R, N]
     beta: Tensor  # [..., R, N, 1]
@@ -247,8 +249,8 @@ class _Window(NamedTuple):
     def build(cls, mask: Tensor, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor) -> "_Window":
         """From the ancestor-or-self mask, bool [N, N], and token-first parts [B, C, N, heads, ...]."""
         heads = k.shape[3]
-        q = q.transpose(2, 3).unsqueeze(3) * q.shape[-1] ** -0.5
-        k = k.transpose(2, 3).unsqueeze(3)
+        q = q.transpose(2, 3) * q.shape[-1] ** -0.5
+        k = k.transpose(2, 3)
         v = v.transpose(2, 3).unflatten(2, (heads, -1))
         # A decay of exactly 0 is a log of −inf, which a masked sum would turn into NaN; e^−1,000 is 0 too.
         g = log_decay.clamp_min(-1e3).transpose(2, 3).unflatten(2, (heads, -1))
@@ -257,7 +259,7 @@ class _Window(NamedTuple):
         between = (G - G.transpose(-1, -2)).to(g.dtype)
         weights = between.masked_fill(~mask, float("-inf")).exp()
         decay = G.to(g.dtype).exp()
-        y, x = (torch.cat((q, k), dim=-2) @ k.transpose(-1, -2)).chunk(2, dim=-2)
+        y, x = (torch.cat((q, k), dim=-2) @ k.mT).unsqueeze(3).chunk(2, dim=-2)
         return cls(q, k, v, g, beta, decay, x=(beta * weights * x).tril(-1), y=weights * y)
 
     def squeeze(self) -> "_Window":
@@ -266,17 +268,48 @@ class _Window(NamedTuple):
 
     def solve(self, rhs: Tensor) -> Tensor:
         """(I + X)^-1 rhs; the unit diagonal is implied, never stored."""
-        if rhs.shape[-2] == 1:
+        count = rhs.shape[-2]
+        if count == 1:
             return rhs  # X is the 1 × 1 zero matrix
-        solved: Tensor = torch.linalg.solve_triangular(self.x, rhs, upper=False, unitriangular=True)
-        return solved
+        return _inverse(self.x) @ rhs if count > SERIAL else _solved(self.x, rhs)
 
     def solve_parts(self) -> tuple[Tensor, Tensor]:
         """(I + X)^-1 diag(β) V and (I + X)^-1 diag(β e^G) K, [..., R, N, V] and [..., R, N, K]."""
-        rhs = torch.cat((self.beta * self.v, self.beta * self.decay * self.k), dim=-1)
-        width = self.v.shape[-1]
-        solved = self.solve(rhs)
-        return solved[..., :width], solved[..., width:]
+        rhs = torch.cat((self.beta * self.v, self.beta * self.decay * self.k.unsqueeze(-3)), dim=-1)
+        V_rows, K_rows = (_inverse(self.x) @ rhs).split((self.v.shape[-1], self.k.shape[-1]), dim=-1)
+        return V_rows, K_rows
+
+
+def _solved(x: Tensor, rhs: Tensor) -> Tensor:
+    """By substitution; only what lies below the diagonal of x is read."""
+    out: Tensor = torch.linalg.solve_triangular(x, rhs, upper=False, unitriangular=True)
+    return out
+
+
+def _inverse(x: Tensor) -> Tensor:
+    """(I + X)^-1 of strictly lower triangular X [..., N, N].
+
+    Substitution takes N steps, each waiting for the one before. So only diagonal blocks of `LEAF` rows are inverted
+    by it, all at once, and then joined two by two: [[A, 0], [B, C]]^-1 = [[A^-1, 0], [-C^-1 B A^-1, C^-1]].
+    """
+    count = x.shape[-1]
+    size, width = LEAF, LEAF << max(0, -(-count // LEAF) - 1).bit_length()
+    x = F.pad(x, (0, width - count, 0, width - count))
+    eye = torch.eye(size, dtype=x.dtype, device=x.device)
+    inverse = _solved(_diagonal(x, size), eye.expand(*x.shape[:-2], width // size, size, size))
+    while size < width:
+        below = _diagonal(x, 2 * size)[..., size:, :size]
+        first, second = inverse[..., ::2, :, :], inverse[..., 1::2, :, :]
+        joined = -(second @ (below @ first))
+        top, bottom = torch.cat((first, torch.zeros_like(first)), -1), torch.cat((joined, second), -1)
+        inverse, size = torch.cat((top, bottom), -2), 2 * size
+    return inverse[..., 0, :count, :count]
+
+
+def _diagonal(x: Tensor, size: int) -> Tensor:
+    """The square blocks along the diagonal of x [..., N, N], as [..., N // size, size, size]."""
+    blocks: Tensor = x.unflatten(-1, (-1, size)).unflatten(-3, (-1, size))
+    return blocks.diagonal(dim1=-4, dim2=-2).movedim(-1, -3)
 
 
 def _chunks(x: Tensor, size: int) -> Tensor:
@@ -293,9 +326,18 @@ def _token_first(x: Tensor) -> Tensor:
 
 
 def _by_key_head(state: Tensor, key_heads: int) -> Tensor:
-    """[B, H, K, V] to [B, H_k, R, K, V], the R value heads of a key head side by side."""
-    state = at_least_float32(state)
-    return state.view(state.shape[0], key_heads, -1, *state.shape[2:])
+    """[B, H, K, V] to [B, H_k, R, V, K], the R value heads of a key head side by side.
+
+    States that come from here lie in memory as V rows of K, though their shape says K × V: a key head's R states are
+    then one matrix, and what one token reads and writes of a row is in one place.
+    """
+    state = at_least_float32(state).mT
+    return state.reshape(state.shape[0], key_heads, -1, *state.shape[2:])
+
+
+def _by_head(S: Tensor) -> Tensor:
+    """[B, H_k, R, V, K] to [B, H, K, V]."""
+    return S.flatten(1, 2).mT
 
 
 def _zeros(k: Tensor, v: Tensor) -> Tensor:

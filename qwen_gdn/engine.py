@@ -41,7 +41,7 @@ class Engine:
         model: its projections are joined (`join_projections`). Do not move it or replace its weights afterwards.
         sizes: ascending node counts of tree programs.
         chunks: ascending token counts of programs that read prompts, such as (128, 512, 2048); without any, the model
-            itself reads them. They are compiled, not recorded.
+            itself reads them.
         announce: entered with a program's name while it is prepared, which takes seconds to minutes.
     """
 

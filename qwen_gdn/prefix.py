@@ -36,7 +36,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor, keys: Tensor, value
     folded = q.reshape(heads, -1, q.shape[3])
     mask = mask.repeat(folded.shape[1] // count, 1)
     if has_flash(q.device, q.dtype):
-        out = _merged(_masked(folded, k[0], v[0], mask), _pieces(folded, keys[0], values[0], length))
+        own = _alone(folded, k[0], v[0]) if count == 1 else _masked(folded, k[0], v[0], mask)
+        out = _merged(own, _pieces(folded, keys[0], values[0], length))
     else:
         out = _plain(folded, k[0], v[0], mask, keys[0], values[0], _before(length, keys))
     return out.to(q.dtype).reshape(q.shape)
@@ -84,7 +85,7 @@ def _before(length: Tensor, keys: Tensor) -> Tensor:
 
 
 class _Part(NamedTuple):
-    """What rows read of some keys, float32 [..., H_kv, G·N, head_dim], and the log-sum-exps [..., H_kv, G·N]."""
+    """What rows read of some keys, float32 [..., H_kv, G·N or 1, head_dim], and the log-sum-exps [..., H_kv, G·N]."""
 
     out: Tensor
     weight: Tensor
@@ -92,8 +93,10 @@ class _Part(NamedTuple):
 
 def _merged(own: _Part, pieces: _Part) -> Tensor:
     """Both under one softmax; `pieces` has a dimension of them in front."""
-    weights = torch.cat((pieces.weight, own.weight[None])).softmax(dim=0)[..., None]
-    merged: Tensor = (weights[:-1] * pieces.out).sum(dim=0) + weights[-1] * own.out
+    total = torch.cat((pieces.weight, own.weight[None])).logsumexp(dim=0)
+    merged = (own.weight - total).exp()[..., None] * own.out
+    for weight, out in zip(pieces.weight, pieces.out, strict=True):  # a sum over so few is slow as a reduction
+        merged = merged + (weight - total).exp()[..., None] * out
     return merged
 
 
@@ -102,6 +105,11 @@ def _masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> _Part:
     scores = (q.float() @ k.float().transpose(1, 2) * q.shape[-1] ** -0.5).masked_fill(~mask, float("-inf"))
     weight = scores.logsumexp(dim=-1)
     return _Part((scores - weight[..., None]).exp() @ v.float(), weight)
+
+
+def _alone(q: Tensor, k: Tensor, v: Tensor) -> _Part:
+    """One new row, which sees itself; q [H_kv, G, head_dim], k and v [H_kv, 1, head_dim]."""
+    return _Part(v.float(), (q.float() * k.float()).sum(-1) * q.shape[-1] ** -0.5)
 
 
 def _causal(q: Tensor, k: Tensor, v: Tensor) -> _Part:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
-from typing import Any, Generic, NamedTuple, TypeVar, cast
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,7 +13,6 @@ from .programs import (
     KVRows,
     Nodes,
     Picked,
-    Place,
     chain_layer,
     commit_delta,
     commit_rows,
@@ -22,7 +21,7 @@ from .programs import (
 )
 from .recorded import Announce, Inputs, Recorded, applied, compiled, send
 from .rope import rotation
-from .static_cache import StaticDelta, StaticMemory
+from .static_cache import BANKS, StaticDelta, StaticLayer, StaticMemory
 from .topology import Topology
 
 Capture = tuple[LayerId, ...]
@@ -30,7 +29,7 @@ Kept = list[DeltaRows | KVRows]
 
 SHORT = 16  # most accepted paths are no longer, and a commit's work goes with the length that it is made for
 
-Part = TypeVar("Part")
+Part = TypeVar("Part", bound="_Part")
 
 
 class Verified(NamedTuple):
@@ -44,8 +43,13 @@ class Verified(NamedTuple):
     commit: Callable[[list[int], int, int], None]
 
 
+class _Part(Protocol):
+    def launch(self, bank: int) -> Any:
+        """Starts the work on the inputs last sent, from one of the memory's banks."""
+
+
 class _Program(NamedTuple, Generic[Part]):
-    """The inputs and launches of a program, and how it is run.
+    """The inputs and launches of a program, and how it is run from each bank.
 
     No part refers to what runs it: without a cycle, a memory that is given up is freed at once.
     """
@@ -61,23 +65,24 @@ class ProgramSet:
         self._model = model
         self._memory = memory
         self._announce = announce
+        # One pool for all: nothing that a program leaves is needed once another runs, but a tree's rows, and between
+        # a tree and its commit nothing runs.
+        self._pool = torch.cuda.graph_pool_handle() if model.device.type == "cuda" else None
         self._programs: dict[Hashable, _Program[Any]] = {}
 
     def step(self, capture: Capture, token: Tensor, length: int, bank: int) -> Hidden:
         """One token after the committed ones; its memory goes to the other bank."""
         make = partial(_Step, self._model, self._memory, capture)
         part, run = self._program((capture,), "one token", make)
-        part.send(token, length, bank)
-        return _copied(run(), 1)
+        part.send(token, length)
+        return _copied(run(bank), 1)
 
     def chain(self, capture: Capture, size: int, tokens: Tensor, length: int, bank: int) -> Hidden:
         """Up to `size` tokens after the committed ones; their memory goes to the other bank."""
         make = partial(_Chain, self._model, self._memory, size, capture)
-        # Not recorded: its work is long enough to hide its launches.
-        part, run = self._program(("chain", capture, size), f"{size} tokens", make, record=False)
-        part.send(tokens, length, bank)
-        hidden, count = run(), tokens.numel()
-        return Hidden(hidden.final[:, :count], tuple(x[:, :count] for x in hidden.captured))
+        part, run = self._program(("chain", capture, size), f"{size} tokens", make)
+        part.send(tokens, length)
+        return _copied(run(bank), tokens.numel())
 
     def verify(
         self, capture: Capture, size: int, tokens: Tensor, topology: Topology, length: int, bank: int
@@ -85,24 +90,24 @@ class ProgramSet:
         """A tree of up to `size` nodes; committed memory is only read."""
         make = partial(_Tree, self._model, self._memory, size, capture)
         part, run = self._program((capture, size), f"trees of {size} nodes", make)
-        part.send(tokens, topology, length, bank)
-        hidden, part.kept = run()
-        return Verified(_copied(hidden, len(topology)), _tensors(part.kept), partial(self._commit, part))
+        part.send(tokens, topology, length)
+        hidden = run(bank)
+        return Verified(_copied(hidden, len(topology)), _tensors(part.kept[bank]), partial(self._commit, part))
 
     def _commit(self, tree: "_Tree", path: list[int], length: int, bank: int) -> None:
         most = min(SHORT, tree.size) if len(path) <= SHORT else tree.size
         name = f"commits of {most} from trees of {tree.size} nodes"
         part, run = self._program((tree, most), name, partial(_Commit, self._memory, tree, most))
-        part.send(path, length, bank)
-        run()
+        part.send(path, length)
+        run(bank)
 
-    def _program(self, key: Hashable, name: str, make: Callable[[], Part], *, record: bool = True) -> _Program[Part]:
+    def _program(self, key: Hashable, name: str, make: Callable[[], Part]) -> _Program[Part]:
         if key not in self._programs:
             with torch.inference_mode(False):  # inputs made in that mode could not be written outside it
-                part = cast(Any, make())
-            self._programs[key] = _Program(
-                part, Recorded(name, part.launch, self._model.device, self._announce, record=record)
-            )
+                part = make()
+            runs = [partial(part.launch, bank) for bank in BANKS]
+            run = Recorded(name, runs, self._model.device, self._announce, pool=self._pool)
+            self._programs[key] = _Program(part, run)
         return self._programs[key]
 
 
@@ -111,19 +116,19 @@ class _Step:
 
     def __init__(self, model: QwenGDN, memory: StaticMemory, capture: Capture) -> None:
         self._model, self._memory, self._capture = model, memory, capture
-        self._inputs = Inputs((1, 1, 1), model.device)
-        length, bank, self._token = self._inputs.parts
-        self._place = Place(length, bank)
+        self._inputs = Inputs((1, 1), model.device)
 
-    def send(self, token: Tensor, length: int, bank: int) -> None:
-        self._inputs.fill((torch.tensor([length, bank]), token.reshape(1).long().cpu()))
+    def send(self, token: Tensor, length: int) -> None:
+        self._inputs.fill((torch.tensor([length]), token.reshape(1).long().cpu()))
 
-    def launch(self) -> Hidden:
+    def launch(self, bank: int) -> Hidden:
+        length, token = self._inputs.parts
+
         def layer(*through: Any) -> Tensor:
-            out: Tensor = compiled(step_layer)(*through, self._place)
+            out: Tensor = compiled(step_layer)(*through, length)
             return out
 
-        return _forward(self._model, self._memory, self._capture, self._token, self._place.length, layer)
+        return _forward(self._model, self._memory.banks[bank], self._capture, token, length, layer)
 
 
 class _Chain:
@@ -131,39 +136,38 @@ class _Chain:
 
     def __init__(self, model: QwenGDN, memory: StaticMemory, size: int, capture: Capture) -> None:
         self._model, self._memory, self._size, self._capture = model, memory, size, capture
-        self._inputs = Inputs((1, 1, 1, size), model.device)
+        self._inputs = Inputs((1, 1, size), model.device)
 
-    def send(self, tokens: Tensor, length: int, bank: int) -> None:
+    def send(self, tokens: Tensor, length: int) -> None:
         count = tokens.numel()
         padding = torch.zeros(self._size - count, dtype=torch.int64)
-        self._inputs.fill((torch.tensor([length, bank, count]), tokens.reshape(-1).long().cpu(), padding))
+        self._inputs.fill((torch.tensor([length, count]), tokens.reshape(-1).long().cpu(), padding))
 
-    def launch(self) -> Hidden:
-        length, bank, count, tokens = self._inputs.parts
+    def launch(self, bank: int) -> Hidden:
+        length, count, tokens = self._inputs.parts
         where = length + torch.arange(self._size, device=length.device)
 
         def layer(*through: Any) -> Tensor:
-            out: Tensor = compiled(chain_layer)(*through, Place(length, bank), count, where)
+            out: Tensor = compiled(chain_layer)(*through, length, count, where)[0]
             return out
 
-        return _forward(self._model, self._memory, self._capture, tokens, where, layer)
+        return _forward(self._model, self._memory.banks[bank], self._capture, tokens, where, layer)
 
 
 class _Tree:
-    """A tree, padded to `size` nodes; `kept` is what its last run has left for a commit."""
+    """A tree, padded to `size` nodes; `kept` is what its last run from each bank has left for a commit."""
 
     def __init__(self, model: QwenGDN, memory: StaticMemory, size: int, capture: Capture) -> None:
         self._model, self._memory, self._capture, self.size = model, memory, capture, size
         width = model.config.linear_conv_kernel_dim
-        self._inputs = Inputs((1, 1, size, size, size * width), model.device)
-        length, bank, tokens, depths, windows = self._inputs.parts
+        self._inputs = Inputs((1, size, size, size * width), model.device)
+        self._length, tokens, depths, windows = self._inputs.parts
         ancestors = torch.eye(size, dtype=torch.bool, device=model.device)
         self._nodes = Nodes(tokens, depths, windows.view(size, width), ancestors)
-        self._place = Place(length, bank)
         self.device = model.device
-        self.kept: Kept = []
+        self.kept: list[Kept] = [[] for _ in BANKS]
 
-    def send(self, tokens: Tensor, topology: Topology, length: int, bank: int) -> None:
+    def send(self, tokens: Tensor, topology: Topology, length: int) -> None:
         count, width = len(topology), self._nodes.windows.shape[1]
         missing = self.size - count
         own = torch.arange(width - 1 + count, width - 1 + self.size)[:, None]
@@ -171,7 +175,7 @@ class _Tree:
         none = torch.zeros(missing, dtype=torch.int64)
         self._inputs.fill(
             (
-                torch.tensor([length, bank]),
+                torch.tensor([length]),
                 tokens.reshape(-1).long().cpu(),
                 none,
                 topology.depths,
@@ -184,18 +188,20 @@ class _Tree:
         ancestors[:count, :count] = topology.ancestors
         send(ancestors, self._nodes.ancestors)
 
-    def launch(self) -> tuple[Hidden, Kept]:
-        place, nodes = self._place, self._nodes
+    def launch(self, bank: int) -> Hidden:
+        length, nodes = self._length, self._nodes
         kept: Kept = []
 
         def layer(*through: Any) -> Tensor:
             out: Tensor
-            out, rows = compiled(tree_layer)(*through, place, nodes)
+            out, rows = compiled(tree_layer)(*through, length, nodes)
             kept.append(rows)
             return out
 
-        positions = place.length + nodes.depths
-        return _forward(self._model, self._memory, self._capture, nodes.tokens, positions, layer), kept
+        memory, positions = self._memory.banks[bank], length + nodes.depths
+        hidden = _forward(self._model, memory, self._capture, nodes.tokens, positions, layer)
+        self.kept[bank] = kept
+        return hidden
 
 
 class _Commit:
@@ -203,23 +209,25 @@ class _Commit:
 
     def __init__(self, memory: StaticMemory, tree: _Tree, most: int) -> None:
         self._memory, self._tree, self._most = memory, tree, most
-        self._inputs = Inputs((1, 1, 1, most), tree.device)
+        self._inputs = Inputs((1, 1, most), tree.device)
 
-    def send(self, path: list[int], length: int, bank: int) -> None:
+    def send(self, path: list[int], length: int) -> None:
         padding = [0] * (self._most - len(path))
-        self._inputs.fill((torch.tensor([length, bank, len(path), *path, *padding]),))
+        self._inputs.fill((torch.tensor([length, len(path), *path, *padding]),))
 
-    def launch(self) -> None:
-        length, bank, count, nodes = self._inputs.parts
-        place, path = Place(length, bank), Picked(nodes, count)
-        for memory, rows in zip(self._memory.layers, self._tree.kept, strict=True):
-            commit = commit_delta if isinstance(memory, StaticDelta) else commit_rows
-            compiled(commit)(memory, rows, place, path)
+    def launch(self, bank: int) -> None:
+        length, count, nodes = self._inputs.parts
+        path = Picked(nodes, count)
+        for memory, rows in zip(self._memory.banks[bank], self._tree.kept[bank], strict=True):
+            if isinstance(memory, StaticDelta):
+                compiled(commit_delta)(memory, rows, path)
+            else:
+                compiled(commit_rows)(memory, rows, length, path)
 
 
 def _forward(
     model: QwenGDN,
-    memory: StaticMemory,
+    memory: Sequence[StaticLayer],
     capture: Capture,
     tokens: Tensor,
     positions: Tensor,
@@ -230,7 +238,7 @@ def _forward(
     rope = compiled(rotation)(positions, c.rotary_dim, c.rope_theta, model.dtype)
     x = model.embed(tokens)[None]
     outputs: dict[LayerId, Tensor] = {}
-    for i, (layer, own) in enumerate(zip(model.layers, memory.layers, strict=True)):
+    for i, (layer, own) in enumerate(zip(model.layers, memory, strict=True)):
         x = run(layer, x, rope, own)
         if i in capture:  # any other output need not outlive the next layer
             outputs[i] = x

@@ -1,7 +1,7 @@
 """What one layer does in a recorded program: pure tensor code over memory at fixed addresses.
 
-The layers are those of the model; only their lanes differ. Lengths, banks and trees come as tensors on the device, so
-one recording serves every length and every tree up to its size. Rows beyond a tree or a path are padding: no node has
+The layers are those of the model; only their lanes differ. Lengths and trees come as tensors on the device, so one
+recording serves every length and every tree up to its size. Rows beyond a tree or a path are padding: no node has
 one as its ancestor, and a path's padding neither writes nor decays.
 """
 
@@ -17,13 +17,6 @@ from .layer_cache import DeltaRows
 from .prefix import attend, attend_chain
 from .rope import Rotation
 from .static_cache import StaticDelta, StaticLayer, StaticRows
-
-
-class Place(NamedTuple):
-    """Where a program starts: committed tokens, and the bank it reads; the other one is written. int64 [1] each."""
-
-    length: Tensor
-    bank: Tensor
 
 
 class Nodes(NamedTuple):
@@ -48,27 +41,25 @@ KVRows = tuple[Tensor, Tensor]
 class _TreeRows:
     """An attention layer's lane over a tree."""
 
-    def __init__(self, rows: StaticRows, place: Place, nodes: Nodes) -> None:
-        self._rows, self._place, self._nodes = rows, place, nodes
+    def __init__(self, rows: StaticRows, length: Tensor, nodes: Nodes) -> None:
+        self._rows, self._length, self._nodes = rows, length, nodes
         self.kept: KVRows
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
         self.kept = k.contiguous(), v.contiguous()
         rows = self._rows
-        return attend(
-            q, k, v, mask=self._nodes.ancestors, keys=rows.keys, values=rows.values, length=self._place.length
-        )
+        return attend(q, k, v, mask=self._nodes.ancestors, keys=rows.keys, values=rows.values, length=self._length)
 
 
 class _ChainRows:
     """An attention layer's lane for tokens in a row, whose rows are scratch until the length moves."""
 
-    def __init__(self, rows: StaticRows, place: Place, where: Tensor) -> None:
-        self._rows, self._place, self._where = rows, place, where
+    def __init__(self, rows: StaticRows, length: Tensor, where: Tensor) -> None:
+        self._rows, self._length, self._where = rows, length, where
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
         rows = self._rows
-        out = attend_chain(q, k, v, keys=rows.keys, values=rows.values, length=self._place.length)
+        out = attend_chain(q, k, v, keys=rows.keys, values=rows.values, length=self._length)
         _write(rows, self._where, k, v)
         return out
 
@@ -76,11 +67,11 @@ class _ChainRows:
 class _StepRows:
     """An attention layer's lane for one token, whose row is scratch until the length moves."""
 
-    def __init__(self, rows: StaticRows, place: Place) -> None:
-        self._rows, self._place = rows, place
+    def __init__(self, rows: StaticRows, length: Tensor) -> None:
+        self._rows, self._length = rows, length
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
-        rows, length = self._rows, self._place.length
+        rows, length = self._rows, self._length
         alone = torch.ones(1, 1, dtype=torch.bool, device=q.device)
         out = attend(q, k, v, mask=alone, keys=rows.keys, values=rows.values, length=length)
         _write(rows, length, k, v)
@@ -90,20 +81,19 @@ class _StepRows:
 class _TreeDelta:
     """A delta layer's lane over a tree."""
 
-    def __init__(self, delta: StaticDelta, place: Place, nodes: Nodes) -> None:
-        self._delta, self._place, self._nodes = delta, place, nodes
+    def __init__(self, delta: StaticDelta, nodes: Nodes) -> None:
+        self._delta, self._nodes = delta, nodes
         self._columns: Tensor
         self.kept: DeltaRows
 
     def convolve(self, columns: Tensor, weight: Tensor) -> Tensor:
-        self._columns = columns.contiguous()  # a part of a joined product would keep all of it alive
-        return tree_conv(_after(self._delta, self._place, columns), weight, self._nodes.windows)
+        joined = _after(self._delta, columns)
+        self._columns = joined[:, -columns.shape[1] :]  # of what the gather reads, so that it is laid out but once
+        return tree_conv(joined, weight, self._nodes.windows)
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor, *, log_decay: Tensor, beta: Tensor) -> Tensor:
-        state = _state(self._delta, self._place)
-        out, factors = delta_window(
-            q, k, v, log_decay=log_decay, beta=beta, state=state, ancestors=self._nodes.ancestors
-        )
+        state, ancestors = self._delta.state, self._nodes.ancestors
+        out, factors = delta_window(q, k, v, log_decay=log_decay, beta=beta, state=state, ancestors=ancestors)
         self.kept = DeltaRows(factors, self._columns)
         return out
 
@@ -111,49 +101,42 @@ class _TreeDelta:
 class _ChainDelta:
     """A delta layer's lane for tokens in a row, of which the first `count` [1] are real; into the other bank."""
 
-    def __init__(self, delta: StaticDelta, place: Place, count: Tensor) -> None:
-        self._delta, self._place, self._count = delta, place, count
+    def __init__(self, delta: StaticDelta, count: Tensor) -> None:
+        self._delta, self._count = delta, count
+        self.joined: Tensor
 
     def convolve(self, columns: Tensor, weight: Tensor) -> Tensor:
-        joined = _after(self._delta, self._place, columns)
-        _keep_newest(self._delta, self._place, joined, self._count)
-        return chain_conv(joined, weight)
+        self.joined = _after(self._delta, columns)
+        _keep_newest(self._delta, self.joined, self._count)
+        return chain_conv(self.joined, weight)
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor, *, log_decay: Tensor, beta: Tensor) -> Tensor:
         real = (torch.arange(v.shape[1], device=v.device) < self._count)[:, None]
         log_decay, beta = log_decay.masked_fill(~real, 0.0), beta.masked_fill(~real, 0.0)
-        out, after, _ = delta_chain(q, k, v, log_decay=log_decay, beta=beta, state=_state(self._delta, self._place))
-        _keep_state(self._delta, self._place, after)
+        out, after, _ = delta_chain(q, k, v, log_decay=log_decay, beta=beta, state=self._delta.state)
+        self._delta.next_state.copy_(after)
         return out
 
 
 class _StepDelta:
     """A delta layer's lane for one token, which goes straight into the other bank."""
 
-    def __init__(self, delta: StaticDelta, place: Place) -> None:
-        self._delta, self._place = delta, place
+    def __init__(self, delta: StaticDelta) -> None:
+        self._delta = delta
 
     def convolve(self, columns: Tensor, weight: Tensor) -> Tensor:
-        joined = _after(self._delta, self._place, columns)
-        self._delta.columns.index_copy_(0, 1 - self._place.bank, joined[:, 1:])
+        joined = _after(self._delta, columns)
+        self._delta.next_columns.copy_(joined[:, 1:])
         return chain_conv(joined, weight)
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor, *, log_decay: Tensor, beta: Tensor) -> Tensor:
-        out, after, _ = delta_chain(q, k, v, log_decay=log_decay, beta=beta, state=_state(self._delta, self._place))
-        _keep_state(self._delta, self._place, after)
+        out, after, _ = delta_chain(q, k, v, log_decay=log_decay, beta=beta, state=self._delta.state)
+        self._delta.next_state.copy_(after)
         return out
 
 
-def _after(delta: StaticDelta, place: Place, columns: Tensor) -> Tensor:
-    return torch.cat((delta.columns.index_select(0, place.bank), columns), dim=1)
-
-
-def _state(delta: StaticDelta, place: Place) -> Tensor:
-    return delta.states.index_select(0, place.bank)
-
-
-def _keep_state(delta: StaticDelta, place: Place, state: Tensor) -> None:
-    delta.states.index_copy_(0, 1 - place.bank, state)
+def _after(delta: StaticDelta, columns: Tensor) -> Tensor:
+    return torch.cat((delta.columns, columns), dim=1)
 
 
 def _write(rows: StaticRows, where: Tensor, k: Tensor, v: Tensor) -> None:
@@ -162,48 +145,53 @@ def _write(rows: StaticRows, where: Tensor, k: Tensor, v: Tensor) -> None:
     rows.values.index_copy_(2, where, v)
 
 
-def _keep_newest(delta: StaticDelta, place: Place, columns: Tensor, count: Tensor) -> None:
+def _keep_newest(delta: StaticDelta, columns: Tensor, count: Tensor) -> None:
     """Writes to the other bank the columns [1, W − 1 + T, C] before which `count` of the T new ones end."""
     newest = count + torch.arange(delta.columns.shape[1], device=count.device)
-    delta.columns.index_copy_(0, 1 - place.bank, columns[:, newest])
+    delta.next_columns.copy_(columns[:, newest])
 
 
 def tree_layer(
-    layer: nn.Module, x: Tensor, rope: Rotation, memory: StaticLayer, place: Place, nodes: Nodes
+    layer: nn.Module, x: Tensor, rope: Rotation, memory: StaticLayer, length: Tensor, nodes: Nodes
 ) -> tuple[Tensor, Any]:
     """One layer over a tree: its output, and what the window keeps (`DeltaRows`, or keys and values)."""
-    lane = (_TreeRows if isinstance(memory, StaticRows) else _TreeDelta)(memory, place, nodes)  # type: ignore[arg-type]
+    lane = _TreeRows(memory, length, nodes) if isinstance(memory, StaticRows) else _TreeDelta(memory, nodes)
     out: Tensor = layer(x, lane, Step(rope, None, False))
     return out, lane.kept
 
 
-def step_layer(layer: nn.Module, x: Tensor, rope: Rotation, memory: StaticLayer, place: Place) -> Tensor:
+def step_layer(layer: nn.Module, x: Tensor, rope: Rotation, memory: StaticLayer, length: Tensor) -> Tensor:
     """One layer over one token, which is written to the other bank and behind the committed rows."""
-    lane = (_StepRows if isinstance(memory, StaticRows) else _StepDelta)(memory, place)  # type: ignore[arg-type]
+    lane = _StepRows(memory, length) if isinstance(memory, StaticRows) else _StepDelta(memory)
     out: Tensor = layer(x, lane, Step(rope, None, False))
     return out
 
 
 def chain_layer(
-    layer: nn.Module, x: Tensor, rope: Rotation, memory: StaticLayer, place: Place, count: Tensor, where: Tensor
-) -> Tensor:
-    """One layer over tokens in a row, the first `count` [1] of them real; `where` [T] are the rows they go to."""
-    lane = _ChainRows(memory, place, where) if isinstance(memory, StaticRows) else _ChainDelta(memory, place, count)
+    layer: nn.Module, x: Tensor, rope: Rotation, memory: StaticLayer, length: Tensor, count: Tensor, where: Tensor
+) -> tuple[Tensor, Any]:
+    """One layer over tokens in a row, the first `count` [1] of them real; `where` [T] are the rows they go to.
+
+    Returns:
+        its output, and a delta layer's joined columns: a compiler lays out what is returned once, where it would
+        otherwise join them again for every tap that reads them.
+    """
+    lane = _ChainRows(memory, length, where) if isinstance(memory, StaticRows) else _ChainDelta(memory, count)
     out: Tensor = layer(x, lane, Step(rope, None, False))
-    return out
+    return out, getattr(lane, "joined", None)
 
 
-def commit_delta(memory: StaticDelta, rows: DeltaRows, place: Place, path: Picked) -> None:
+def commit_delta(memory: StaticDelta, rows: DeltaRows, path: Picked) -> None:
     """Writes to the other bank what a delta layer remembers after a path."""
     real = torch.arange(len(path.nodes), device=path.nodes.device) < path.length
     k, u, log_decay = rows.factors.take(path.nodes)
     # rows past the path come after it, so that without writes and decay they leave the state alone
     factors = Factors(k, u.masked_fill(~real[:, None, None], 0.0), log_decay.masked_fill(~real[:, None], 0.0))
-    _keep_state(memory, place, absorb(_state(memory, place), factors))
-    _keep_newest(memory, place, _after(memory, place, rows.columns[:, path.nodes]), path.length)
+    memory.next_state.copy_(absorb(memory.state, factors))
+    _keep_newest(memory, _after(memory, rows.columns[:, path.nodes]), path.length)
 
 
-def commit_rows(memory: StaticRows, rows: KVRows, place: Place, path: Picked) -> None:
+def commit_rows(memory: StaticRows, rows: KVRows, length: Tensor, path: Picked) -> None:
     """Writes a path's keys and values behind the committed ones; its padding lands on scratch rows."""
-    where = place.length + torch.arange(len(path.nodes), device=path.nodes.device)
+    where = length + torch.arange(len(path.nodes), device=path.nodes.device)
     _write(memory, where, *(part[:, :, path.nodes] for part in rows))

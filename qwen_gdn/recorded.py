@@ -35,60 +35,76 @@ def program_settings(device: str) -> Iterator[None]:
 
 
 class Recorded(Generic[T]):
-    """A function without arguments whose tensors never move; what it returns is written over by the next call.
+    """Functions without arguments whose tensors never move; what they return is written over by the next call.
 
     Args:
-        run: launches work on fixed addresses. Running it more than once must do no harm: it is run to warm up.
-        record: whether it is worth a graph; if not, it is called each time, and what it returns is the caller's.
+        runs: each launches the same work on fixed addresses of its own. Running one that is called more than once
+            must do no harm: it is run to warm up. All are recorded when the first is called.
+        pool: memory to share with other recordings (`torch.cuda.graph_pool_handle`); a run may then overwrite what
+            any of the others has returned.
     """
 
     def __init__(
-        self, name: str, run: Callable[[], T], device: torch.device, announce: Announce, *, record: bool = True
+        self,
+        name: str,
+        runs: Sequence[Callable[[], T]],
+        device: torch.device,
+        announce: Announce,
+        *,
+        pool: Any = None,
     ) -> None:
         self._name = name
-        self._run = run
+        self._runs = runs
         self._device = device.type
-        self._records = record and device.type == "cuda"
+        self._records = device.type == "cuda"
         self._announce = announce
-        self._graph: torch.cuda.CUDAGraph | None = None
-        self._result: T
+        self._pool = pool
+        self._graphs: list[tuple[torch.cuda.CUDAGraph, T]] = []
         self._ready = False
 
-    def __call__(self) -> T:
-        if self._graph is not None:
-            self._graph.replay()
-            return self._result
+    def __call__(self, which: int = 0) -> T:
+        if self._graphs:
+            graph, result = self._graphs[which]
+            graph.replay()
+            return result
         with program_settings(self._device):
             if self._ready:
-                return self._run()
+                return self._runs[which]()
             with self._announce(self._name):
-                return self._first()
+                return self._first(which)
 
-    def _first(self) -> T:
+    def _first(self, which: int) -> T:
         """Compiles, and on CUDA records; nothing is half-recorded if it fails."""
         if self._records:
-            self._record()
-        result = self._run() if self._graph is None else self()
+            self._graphs = self._record(self._runs[which])
+        result = self(which) if self._graphs else self._runs[which]()
         self._ready = True
         return result
 
-    def _record(self) -> None:
+    def _record(self, run: Callable[[], T]) -> list[tuple[torch.cuda.CUDAGraph, T]]:
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            self._run()  # compiles, tunes, and lets libraries set themselves up, none of which can be recorded
-            self._run()
+            run()  # compiles, tunes, and lets libraries set themselves up, none of which can be recorded
+            run()
         torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            result = self._run()
-        self._result, self._graph = result, graph
+        graphs = []
+        for one in self._runs:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self._pool):
+                graphs.append((graph, one()))
+        return graphs
 
 
 @cache
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function, compiled for exactly the shapes it meets."""
-    return torch.compile(function, fullgraph=True, dynamic=False)
+    options: dict[str, Any] = {}
+    if torch.cuda.is_available():
+        # From Hopper on a kernel may start while the one before it ends, which hides most of a launch inside a graph.
+        overlap = torch.cuda.get_device_capability() >= (9, 0)
+        options = {"triton.enable_pdl": overlap, "max_autotune_pointwise": True}
+    return torch.compile(function, fullgraph=True, dynamic=False, options=options)
 
 
 def applied(module: nn.Module, x: Tensor) -> Tensor:

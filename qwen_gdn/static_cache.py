@@ -2,7 +2,7 @@
 
 Delta memory exists twice, as two banks. A program reads the bank of the record it starts from and writes the other;
 the cache then swaps its record, as it always does. So nothing is allocated from round to round, and a failure at any
-point leaves the committed bank as it was.
+point leaves the committed bank as it was. Each program is recorded once for each bank.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,12 +17,20 @@ from .config import LayerType, ModelConfig
 from .layer_cache import DeltaCache, KVCache, LayerCache
 from .norms import at_least_float32
 
+BANKS = (0, 1)
+
 
 class StaticDelta(NamedTuple):
-    """Two banks of a delta layer: states [2, H, K, V] and columns [2, W − 1, C]."""
+    """A delta layer as one bank's programs see it: what they read, state [1, H, K, V] and columns [1, W − 1, C], and
+    the other bank's, which they write."""
 
-    states: Tensor
+    state: Tensor
     columns: Tensor
+    next_state: Tensor
+    next_columns: Tensor
+
+    def swapped(self) -> "StaticDelta":
+        return StaticDelta(self.next_state, self.next_columns, self.state, self.columns)
 
 
 class StaticRows(NamedTuple):
@@ -47,25 +55,29 @@ class StaticMemory:
 
     def __init__(self, config: ModelConfig, capacity: int, spare: int, like: Tensor) -> None:
         self.capacity = capacity
-        self.layers = tuple(_storage(config, kind, capacity + spare, like) for kind in config.layer_types)
+        first = tuple(_storage(config, kind, capacity + spare, like) for kind in config.layer_types)
+        second = tuple(layer.swapped() if isinstance(layer, StaticDelta) else layer for layer in first)
+        self.banks = (first, second)
+
+    def tensors(self) -> Iterator[Tensor]:
+        return (tensor for layer in self.banks[0] for tensor in layer)
 
     def empty(self, capacity: int) -> Layers:
         """The record of an empty cache of that capacity. What was held before is gone."""
-        for layer in self.layers:
-            for tensor in layer:
-                tensor.zero_()
+        for tensor in self.tensors():
+            tensor.zero_()
         return self.views(0, capacity)
 
     def views(self, bank: int, capacity: int) -> Layers:
         """The record of what a bank holds."""
-        return tuple(_view(layer, bank, capacity) for layer in self.layers)
+        return tuple(_view(layer, capacity) for layer in self.banks[bank])
 
     def load(self, record: Layers, bank: int) -> None:
         """Copies a record's delta memory into a bank."""
-        for mine, theirs in zip(self.layers, record, strict=True):
+        for mine, theirs in zip(self.banks[bank], record, strict=True):
             if isinstance(mine, StaticDelta) and isinstance(theirs, DeltaCache):
-                mine.states[bank].copy_(theirs.state[0])
-                mine.columns[bank].copy_(theirs.columns[0])
+                mine.state.copy_(theirs.state)
+                mine.columns.copy_(theirs.columns)
 
 
 class StaticCache(HybridCache):
@@ -82,6 +94,7 @@ class StaticCache(HybridCache):
         self.memory = memory
         self._again = again
         super().__init__(memory.empty(capacity), capacity, rollback=0)
+        self._views = [memory.views(bank, capacity) for bank in BANKS]
         self._banks: list[Layers | None] = [self._now.layers, None]
         self._awaited: list[Layers] = []  # records that open transactions may put back
         self._saved: dict[int, Layers] = {}  # copies of those whose bank was needed, by the records' id
@@ -92,7 +105,7 @@ class StaticCache(HybridCache):
         window = self._now.window
         records = (self._now.layers, *self._saved.values())
         held = [t for record in records for layer in record for t in layer.tensors()]
-        held += [t for layer in self.memory.layers for t in layer]
+        held += self.memory.tensors()
         return storage_bytes(held) + (window.nbytes if window else 0)
 
     def __deepcopy__(self, memo: dict[int, object]) -> HybridCache:
@@ -112,7 +125,7 @@ class StaticCache(HybridCache):
 
     def written(self, bank: int) -> Layers:
         """The record of what a program has written to a bank."""
-        record = self.memory.views(bank, self.capacity)
+        record = (*self._views[bank],)  # another object each time, since records are told apart by identity
         self._banks[bank] = record
         return record
 
@@ -167,15 +180,17 @@ def _storage(config: ModelConfig, kind: LayerType, rows: int, like: Tensor) -> S
     if kind == "full_attention":
         shape = (1, c.num_key_value_heads, rows, c.head_dim)
         return StaticRows(like.new_zeros(shape), like.new_zeros(shape))
-    state = (2, c.linear_num_value_heads, c.linear_key_head_dim, c.linear_value_head_dim)
-    columns = like.new_zeros(2, c.linear_conv_kernel_dim - 1, c.conv_dim)
-    return StaticDelta(at_least_float32(like[:0]).new_zeros(state), columns)
+    shape = (1, c.linear_num_value_heads, c.linear_value_head_dim, c.linear_key_head_dim)
+    # transposed, as the delta rule leaves its states
+    states = [at_least_float32(like[:0]).new_zeros(shape).mT for _ in BANKS]
+    columns = [like.new_zeros(1, c.linear_conv_kernel_dim - 1, c.conv_dim) for _ in BANKS]
+    return StaticDelta(states[0], columns[0], states[1], columns[1])
 
 
-def _view(layer: StaticLayer, bank: int, capacity: int) -> LayerCache:
+def _view(layer: StaticLayer, capacity: int) -> LayerCache:
     if isinstance(layer, StaticRows):
         return KVCache(layer.keys[:, :, :capacity], layer.values[:, :, :capacity])
-    return DeltaCache(layer.states[bank : bank + 1], layer.columns[bank : bank + 1])
+    return DeltaCache(layer.state, layer.columns)
 
 
 def _moved(source: LayerCache, target: LayerCache, length: int) -> LayerCache:

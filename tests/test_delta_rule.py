@@ -6,6 +6,7 @@ from delta_oracle import Rows, by_hand, draw_rows, gates
 from tiny import TOLERANCE, gap, randint, random_topology, seeded
 
 from qwen_gdn import Topology, delta_chunked, delta_commit, delta_recurrent, delta_tree
+from qwen_gdn.delta_rule import _inverse
 
 BANDS = {"decay 0.999": 0.999, "decay 0.5": 0.5, "decay 1e-6": 1e-6}
 
@@ -234,3 +235,12 @@ def test_rows_of_a_batch_do_not_meet() -> None:
         alone, own = delta_tree(*one[:3], **gates(one), state=state[b : b + 1], topology=topology)
         assert gap(both[b : b + 1], alone) <= 1e-12
         assert max(gap(x[b : b + 1], y) for x, y in zip(factors, own, strict=True)) <= 1e-12
+
+
+@pytest.mark.parametrize("count", [2, 16, 17, 33, 64, 100, 256])
+def test_a_system_is_inverted_by_blocks_of_any_number(count: int) -> None:
+    """Keys that are all but equal make every entry large."""
+    x = (0.9 + 0.1 * torch.rand(2, 3, count, count, generator=seeded(count), dtype=torch.float64)).tril(-1)
+    wanted = torch.linalg.inv(x + torch.eye(count, dtype=torch.float64))
+    assert gap(_inverse(x), wanted) <= 1e-12
+    assert gap(_inverse(x.float()), wanted) <= 5e-6

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from qwen_gdn.delta_rule import delta_window
 from qwen_gdn.layer_cache import DeltaRows
-from qwen_gdn.prefix import attend, attend_chain, attend_seen
-from qwen_gdn.programs import Picked, Place, commit_delta
+from qwen_gdn.prefix import _alone, _masked, attend, attend_chain, attend_seen
+from qwen_gdn.programs import Picked, commit_delta
 from qwen_gdn.recorded import compiled
 from qwen_gdn.static_cache import StaticDelta
 
@@ -29,21 +29,21 @@ def test_a_tree_and_its_commit_are_as_exact_as_float32_allows(nodes: int, device
         topology = random_topology(draw, nodes, max_depth=15 if number % 2 else 64)
         outputs, states = by_hand(rows, state, list(topology.parents))
         small = type(rows)(*(x.float().to(device) for x in rows))
-        memory = StaticDelta(torch.cat((state, state)).float().to(device), torch.zeros(2, 3, 4, device=device))
+        before, none = state.float().to(device), torch.zeros(1, 3, 4, device=device)
+        memory = StaticDelta(before.clone(), none, before.clone(), none.clone())
         found, factors = compiled(delta_window)(
-            small.q, small.k, small.v, **gates(small), state=memory.states[:1], ancestors=topology.ancestors.to(device)
+            small.q, small.k, small.v, **gates(small), state=memory.state, ancestors=topology.ancestors.to(device)
         )
         assert gap(found.cpu(), outputs) <= 5e-6
         end = max(range(nodes), key=lambda node: int(topology.depths[node]))
         path = topology.path(end)
         padded = torch.tensor(path + [0] * (nodes - len(path)), device=device)
-        place = Place(*(torch.tensor([n], device=device) for n in (9, 0)))
         picked = Picked(padded, torch.tensor([len(path)], device=device))
         columns = torch.arange(nodes, device=device)[None, :, None].expand(1, -1, 4).float()
-        compiled(commit_delta)(memory, DeltaRows(factors, columns), place, picked)
-        assert gap(memory.states[1:].cpu(), states[:, end]) <= 5e-6
-        assert gap(memory.states[:1].cpu(), state.float()) == 0
-        assert memory.columns[1, :, 0].tolist() == ([0.0] * 3 + [float(node) for node in path])[-3:]
+        compiled(commit_delta)(memory, DeltaRows(factors, columns), picked)
+        assert gap(memory.next_state.cpu(), states[:, end]) <= 5e-6
+        assert torch.equal(memory.state, before)
+        assert memory.next_columns[0, :, 0].tolist() == ([0.0] * 3 + [float(node) for node in path])[-3:]
 
 
 FORMS = [
@@ -92,6 +92,13 @@ def test_attention_reads_the_prefix_and_the_rows_before(device: str, dtype: torc
         found = compiled(attend_chain)(*new, **there, length=torch.tensor([length], device=device)).cpu()
         mask = torch.ones(count, length + count, dtype=torch.bool).tril(length)
         assert gap(found, exact(q, k, v, keys[:, :, :length], values[:, :, :length], mask)) <= tolerance, length
+
+
+def test_one_row_sees_itself_as_a_window_of_one() -> None:
+    q, k, v, *_ = draw_attention(5, 1, 1, groups=3, width=16, dtype=torch.float64)
+    folded, k, v = q.view(2, 3, 16), k[0], v[0]
+    found, wanted = _alone(folded, k, v), _masked(folded, k, v, torch.ones(3, 1, dtype=torch.bool))
+    assert gap(found.out.expand_as(wanted.out), wanted.out) <= 1e-6 and gap(found.weight, wanted.weight) <= 1e-6
 
 
 def test_rows_can_be_seen_in_any_order() -> None:

@@ -130,6 +130,7 @@ def gpu(options: argparse.Namespace) -> Result:
         sizes=options.sizes,
         prefixes=options.prefixes,
         accepted=(1, 4, 8, 16),
+        chunks=options.chunks,
         repeats=max(options.rounds, 2),
     )
     dtype = DTYPES[options.dtype or ("bfloat16" if options.device.type == "cuda" else "float32")]

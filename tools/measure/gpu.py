@@ -25,17 +25,20 @@ from qwen_gdn.engine import Engine
 from qwen_gdn.recorded import Announce
 from tools.parity.theirs import twin
 
+MOST = 14  # kernels that are listed of a forward
+PROFILED = 3  # calls whose kernels are listed
 SPARE = 2048  # rows that the measurements at one prefix may add
 
 
 class Shape(NamedTuple):
-    """What is measured: parsed configs, tree sizes with the root, committed lengths, accepted lengths."""
+    """What is measured: parsed configs, tree sizes with the root, committed lengths, accepted lengths, chunks."""
 
     target: dict[str, Any]
     drafter: dict[str, Any]
     sizes: Sequence[int]
     prefixes: Sequence[int]
     accepted: Sequence[int]
+    chunks: Sequence[int]
     repeats: int
 
 
@@ -48,18 +51,20 @@ def measure(
     target = random_weights(QwenGDN, ModelConfig.from_dict(shape.target), device, dtype)
     found: dict[str, Any] = {"bandwidth": bandwidth, "read_bytes": read_bytes(target)}
     floor = 1e3 * found["read_bytes"] / bandwidth
-    found |= {"floor_ms": floor, "weights_bytes": sum(p.nbytes for p in target.parameters())}
+    found |= {"floor_ms": floor, "chunks": list(shape.chunks)}
     say(f"floor {floor:.3f} ms: {found['read_bytes'] / 1e9:.2f} GB at {bandwidth / 1e12:.2f} TB/s")
-    engine = Engine(target, sizes=shape.sizes, announce=announce)
+    engine = Engine(target, sizes=shape.sizes, chunks=shape.chunks, announce=announce)
     plain = random_weights(DFlashDrafter, DFlashConfig.from_dict(shape.drafter), device, dtype)
     drafter = RecordedDrafter(plain, announce=announce)
     drafter.bind(engine)
+    found["weights_bytes"] = sum(p.nbytes for model in (target, plain) for p in model.parameters())
+    say(f"weights of both {found['weights_bytes'] / 2**30:.2f} GiB")
     found["prefixes"] = list(engine_figures(shape, engine, drafter, clock, floor, say))
     gc.collect()
-    found["prefill_tokens_per_second"] = prefill_figures(shape, engine, drafter, clock, say)
-    if device.type == "cuda":
-        found["peak_bytes"] = torch.cuda.max_memory_allocated(device)
-        say(f"peak memory {found['peak_bytes'] / 2**30:.2f} GiB, weights {found['weights_bytes'] / 2**30:.2f} GiB")
+    with peak_memory(device) as most:
+        found["prefill_tokens_per_second"] = prefill_figures(shape, engine, drafter, clock, say)
+    found["prefill_peak_bytes"] = most()
+    say(f"most memory while prompts are read {gibibytes(most())}")
     gc.collect()
     found["transformers"] = transformers_figures(shape, target, clock, floor, say)
     return found
@@ -81,13 +86,13 @@ def engine_figures(
         fed = max(prefix - cache.length, 0)
         prompt = torch.randint(0, target.config.vocab_size, (1, fed), generator=draw)
         feed(target, drafter, prompt, cache)
-        found: dict[str, Any] = {"prefix": prefix}
+        found: dict[str, Any] = {"prefix": prefix, "cache_bytes": cache.nbytes}
 
         def step() -> Tensor:
             return engine.logits(engine(torch.tensor([7]), cache).final)
 
         found["plain_ms"] = clock.each(step)
-        found["plain_kernels"] = kernels(step, engine.device)
+        found["plain_kernels"] = kernels(step, engine.device)[:MOST]
         say(f"prefix {prefix}: plain step {shown(found['plain_ms'], floor)}")
         found["trees"] = {size: tree_figures(engine, cache, size, clock) for size in shape.sizes}
         for size, one in found["trees"].items():
@@ -97,12 +102,15 @@ def engine_figures(
             )
         found["drafter"] = drafter_figures(drafter, max(shape.sizes), clock)
         say("  " + ", ".join(f"{name} {value:.3f}" for name, value in found["drafter"].items()))
-        found["rounds"] = list(round_figures(shape, engine, drafter, cache, clock))
+        with peak_memory(engine.device) as most:
+            found["rounds"] = list(round_figures(shape, engine, drafter, cache, clock))
+        found["peak_bytes"] = most()
         for one in found["rounds"]:
             say(
                 f"  round of {one['nodes']} {one['kind']} nodes, {one['accepted']} accepted: "
-                f"{shown(one['ms'], floor)}, {one['synchronisations']} synchronisations"
+                f"{shown(one['ms'], floor)}, kernels {one['busy_ms']:.3f} ms, {one['synchronisations']} synchronisations"
             )
+        say(f"  most memory during these {gibibytes(most())}, of it the cache {gibibytes(found['cache_bytes'])}")
         yield found
 
 
@@ -149,31 +157,33 @@ def tree_figures(engine: Engine, cache: HybridCache, size: int, clock: "Clock") 
     def commit() -> None:
         cache.commit(topology.path(min(size, 8) - 1))
 
-    commits = []
-    for _ in range(clock.repeats):
+    commits: list[float] = []
+    while len(commits) <= clock.repeats:
         verify()
         commits.append(clock.once(commit))
-    found = kernels(verify, engine.device)
+    found = kernels(verify, engine.device)[:MOST]
     cache.discard()
     return {
         "verify_ms": verified,
-        "commit_ms": median(commits),
+        "commit_ms": median(commits[1:]),
         "window_bytes": held,
         "kernels": found,
     }
 
 
-def kernels(call: Callable[[], object], device: torch.device, most: int = 14) -> list[dict[str, Any]]:
-    """The kernels that take most of a call, by name: launches and microseconds a call."""
+def kernels(call: Callable[[], object], device: torch.device) -> list[dict[str, Any]]:
+    """The kernels of a call by name, those that take most of it first: launches and microseconds a call."""
     if device.type != "cuda":
         return []
-    call()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        for _ in range(3):
+        for _ in range(PROFILED):
             call()
         torch.cuda.synchronize(device)
-    rows = sorted(profile.key_averages(), key=lambda row: -row.device_time_total)[:most]
-    return [{"kernel": r.key[:90], "launches": r.count / 3, "microseconds": r.device_time_total / 3} for r in rows]
+    rows = sorted(profile.key_averages(), key=lambda row: -row.device_time_total)
+    return [
+        {"kernel": r.key[:90], "launches": r.count / PROFILED, "microseconds": r.device_time_total / PROFILED}
+        for r in rows
+    ]
 
 
 def drafter_figures(drafter: RecordedDrafter, size: int, clock: "Clock") -> dict[str, float]:
@@ -229,12 +239,12 @@ def forced_rounds(
             drawn[path[-1]] = 0
         return drawn
 
-    before, repeats = cache.length, clock.repeats + 2
+    before = cache.length
     rounds = generate(
         engine,
         drafter,
         [7],
-        max_new_tokens=length * (repeats + 5) + 2 * count,
+        max_new_tokens=length * (clock.repeats + 4 + PROFILED) + 2 * count,
         budget=count - 1,
         cache=cache,
         build=build,
@@ -250,12 +260,14 @@ def forced_rounds(
     with synchronisations(engine.device) as seen:
         for _ in range(3):
             next(rounds)
-    assert cache.length == before + 1 + length * (clock.repeats + 4)
+    busy = sum(kernel["microseconds"] for kernel in kernels(lambda: next(rounds), engine.device)) / 1e3
+    assert (cache.length - before - 1) % length == 0
     return {
         "nodes": count,
         "kind": kind,
         "accepted": length,
         "ms": median(taken),
+        "busy_ms": busy,
         "synchronisations": len(seen) / 3,
     }
 
@@ -281,6 +293,17 @@ def synchronisations(device: torch.device) -> Iterator[list[Any]]:
         finally:
             torch.cuda.set_sync_debug_mode("default")
     seen += [one for one in caught if "called a synchronizing" in str(one.message)]
+
+
+@contextmanager
+def peak_memory(device: torch.device) -> Iterator[Callable[[], int]]:
+    """Makes what tells the most bytes reserved meanwhile, all that recorded graphs keep for themselves among them."""
+    if device.type != "cuda":
+        yield lambda: 0
+        return
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    yield lambda: torch.cuda.max_memory_reserved(device)
 
 
 def transformers_figures(
@@ -374,3 +397,7 @@ class Clock:
 
 def shown(milliseconds: float, floor: float) -> str:
     return f"{milliseconds:.3f} ms ({milliseconds / floor:.2f} x the floor)"
+
+
+def gibibytes(count: int) -> str:
+    return f"{count / 2**30:.2f} GiB"

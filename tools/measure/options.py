@@ -25,10 +25,11 @@ DEFAULTS: dict[str, Any] = {
     "device": torch.device("cpu"),
     "sizes": [16, 32, 64, 128, 256],
     "prefixes": [512, 2048, 8192, 32768],
+    "chunks": [],
 }
 _PAIR = ("target", "drafter", "prompts", "limit", "budgets", "max_new_tokens", "threads", "device", "dtype")
-_GPU = ("target_config", "drafter_config", "layers", "sizes", "prefixes", "rounds", "threads", "device", "dtype")
-USED = {"speed": (*_PAIR, "rounds"), "acceptance": _PAIR, "builder": ("threads",), "gpu": _GPU}
+_GPU = ("target_config", "drafter_config", "layers", "sizes", "chunks", "prefixes", "rounds", "threads")
+USED = {"speed": (*_PAIR, "rounds"), "acceptance": _PAIR, "builder": ("threads",), "gpu": (*_GPU, "device", "dtype")}
 """The options that each measurement reads; any other is refused rather than ignored."""
 
 
@@ -82,6 +83,7 @@ def _add_gpu(parser: ToolParser) -> None:
     add("--drafter-config", type=file, metavar="FILE", help="a drafter's config.json")
     add("--layers", type=whole(1), help="only the target's first layers")
     add("--sizes", type=lambda text: sorted(set(wholes(2)(text))), help=f"tree sizes (default: {_listed('sizes')})")
+    add("--chunks", type=_budgets, default=None, help="token counts of programs that read prompts (default: none)")
     add("--prefixes", type=_budgets, help=f"committed tokens (default: {_listed('prefixes')})")
 
 
