@@ -108,7 +108,8 @@ def engine_figures(
         for one in found["rounds"]:
             say(
                 f"  round of {one['nodes']} {one['kind']} nodes, {one['accepted']} accepted: "
-                f"{shown(one['ms'], floor)}, kernels {one['busy_ms']:.3f} ms, {one['synchronisations']} synchronisations"
+                f"{shown(one['ms'], floor)}, kernels {one['busy_ms']:.3f} ms, "
+                f"{one['synchronisations']} synchronisations"
             )
         say(f"  most memory during these {gibibytes(most())}, of it the cache {gibibytes(found['cache_bytes'])}")
         yield found
