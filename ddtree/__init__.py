@@ -7,6 +7,7 @@ if TYPE_CHECKING:
     from .drafter import DFlashDrafter
     from .drafter_config import DFlashConfig
     from .loop import NoDrafts, Proposer, Round, generate
+    from .mtp import MTPDrafter
     from .sampling import make_sampler
     from .tree import Acceptance, DraftTree, Scores, accept, build_chain, build_tree
 
@@ -15,6 +16,7 @@ __all__ = [
     "DFlashConfig",
     "DFlashDrafter",
     "DraftTree",
+    "MTPDrafter",
     "NoDrafts",
     "Proposer",
     "Round",
@@ -33,6 +35,7 @@ _HOMES = {
     "DFlashConfig": "drafter_config",
     "DFlashDrafter": "drafter",
     "DraftTree": "tree",
+    "MTPDrafter": "mtp",
     "NoDrafts": "loop",
     "Proposer": "loop",
     "Round": "loop",

@@ -6,9 +6,11 @@ from .decode import Sampler, decode, greedy, prefill
 from .delta_rule import Factors, delta_chunked, delta_commit, delta_recurrent, delta_tree
 from .layer_cache import DeltaCache, KVCache
 from .model import Hidden, QwenGDN
+from .mtp import MTP
 from .topology import Topology
 
 __all__ = [
+    "MTP",
     "Branch",
     "DeltaCache",
     "Factors",
