@@ -95,21 +95,26 @@ def test_drafts_are_those_of_an_independent_module_over_rounds_of_any_length(
 def test_the_most_probable_paths_are_drafted_further_and_the_greedy_one_always() -> None:
     course = Course(torch.float64, depth=4, width=3)
     course.commit(random_tokens(seeded(1), 6))
-    drafted = course.drafter.propose(5)
-    beam: list[tuple[int, ...]] = [()]
-    scores = {(): 0.0}
-    for depth in range(1, 4):
-        children = {}
-        for path in beam:
-            row = course.wanted(5, path)
-            children |= {(*path, int(t)): scores[path] + float(row[t]) for t in np.argsort(-row)[:3]}
-        greedy = (*beam[0], int(np.argmax(course.wanted(5, beam[0]))))
-        beam = [greedy, *sorted((p for p in children if p != greedy), key=lambda p: -children[p])[:2]]
-        scores |= {path: children[path] for path in beam}
-        assert {path for path in drafted.families if len(path) == depth} == set(beam)
-    assert drafted.children((*beam[0], 0)) == ([], [])
-    assert len(build_chain(5, drafted, 15).tokens) == 1 + 4
-    assert tuple(build_chain(5, drafted, 3).tokens[1:].tolist()) == beam[0]
+    kept_for_being_greedy = 0
+    for root in range(8):
+        drafted = course.drafter.propose(root)
+        beam: list[tuple[int, ...]] = [()]
+        scores: dict[tuple[int, ...], float] = {(): 0.0}
+        for depth in range(1, 4):
+            children = {}
+            for path in beam:
+                row = course.wanted(root, path)
+                children |= {(*path, int(t)): scores[path] + float(row[t]) for t in np.argsort(-row)[:3]}
+            greedy = (*beam[0], int(np.argmax(course.wanted(root, beam[0]))))
+            best = sorted(children, key=lambda path: -children[path])
+            kept_for_being_greedy += greedy not in best[:3]
+            beam = [greedy, *(path for path in best if path != greedy)][:3]
+            scores = {path: children[path] for path in beam}
+            assert {path for path in drafted.families if len(path) == depth} == set(beam)
+        assert drafted.children((*beam[0], 0)) == ([], [])
+        assert tuple(build_chain(root, drafted, 3).tokens[1:].tolist()) == beam[0]
+        assert len(build_chain(root, drafted, 15).tokens) == 1 + 4
+    assert kept_for_being_greedy, "the best three held the greedy path every time"
 
 
 def test_a_width_of_one_is_the_greedy_rollout() -> None:

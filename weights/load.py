@@ -1,4 +1,4 @@
-"""Builds a target or a drafter from a checkpoint: every parameter filled exactly once, or one error.
+"""Builds a target, its MTP module or a drafter from a checkpoint: every parameter filled exactly once, or one error.
 
 Modules are built without memory, and all that configs and headers tell is checked before any data are read.
 Quantised checkpoints are refused: their numbers mean nothing without the scales stored beside them.
@@ -18,10 +18,11 @@ from ddtree.drafter import DFlashDrafter
 from ddtree.drafter_config import DFlashConfig
 from qwen_gdn.config import ModelConfig
 from qwen_gdn.model import QwenGDN
+from qwen_gdn.mtp import MTP, MTPConfig
 
 from . import names
 from .configs import ConfigKind, read_config
-from .files import CONFIG_FILES, INDEX_FILE, Part, Source, fetch_shards, one_line, resolve
+from .files import CONFIG_FILES, INDEX_FILE, CheckpointError, Part, Source, fetch_shards, one_line, resolve
 from .fill import DTYPES, check, fill
 from .shards import Stored, list_tensors, read_index
 
@@ -72,6 +73,15 @@ def load_drafter(
     return read_drafter(source, device=device, dtype=dtype)[0]
 
 
+def load_mtp(source: Source, *, device: str | torch.device = "cpu", dtype: torch.dtype | None = None) -> MTP:
+    """The MTP module in a target's checkpoint, in eval mode, without gradients; `MTPDrafter` drafts with it.
+
+    Of the checkpoint it reads `mtp.*` alone. Arguments and errors as for `load_target`; a checkpoint whose config
+    states no such module, or that holds none, is refused.
+    """
+    return read_mtp(source, device=device, dtype=dtype)[0]
+
+
 def read_target(
     source: Source, *, device: str | torch.device = "cpu", dtype: torch.dtype | None = None
 ) -> tuple[QwenGDN, LoadReport]:
@@ -86,18 +96,35 @@ def read_drafter(
     return _load(source, _DRAFTER, device, dtype)
 
 
+def read_mtp(
+    source: Source, *, device: str | torch.device = "cpu", dtype: torch.dtype | None = None
+) -> tuple[MTP, LoadReport]:
+    """`load_mtp`, and what was read and left out."""
+    return _load(source, _MTP, device, dtype)
+
+
 class _Kind(NamedTuple):
-    """What differs between the two kinds of checkpoint."""
+    """What differs between the kinds of module; `absent` is said where a checkpoint may be whole without it."""
 
     part: Part
     config: ConfigKind[Any]
     build: Callable[[Any], nn.Module]
     skip: names.Skip
     rename: Callable[[str], str | None]
+    absent: str | None = None
 
 
 _TARGET = _Kind("target", ModelConfig, QwenGDN, names.skip_in_target, names.target_parameter)
 _DRAFTER = _Kind("drafter", DFlashConfig, DFlashDrafter, names.skip_in_drafter, lambda name: name)
+_MTP = _Kind(
+    "target",
+    MTPConfig,
+    MTP,
+    names.skip_in_mtp,
+    names.mtp_parameter,
+    "holds no mtp.* tensors, though config.json states an MTP module; fetch a release that keeps them, or use another "
+    "drafter",
+)
 
 
 def _load(source: Source, kind: _Kind, device: str | torch.device, dtype: torch.dtype | None) -> tuple[Any, LoadReport]:
@@ -112,6 +139,8 @@ def _load(source: Source, kind: _Kind, device: str | torch.device, dtype: torch.
     fetch_shards(source, folder, None if index is None else {f for t, f in index.items() if not kind.skip(t)})
     listing = list_tensors(folder)
     plan = names.plan((*listing.stored, *listing.absent), dict(module.named_parameters()), kind.skip, kind.rename)
+    if kind.absent and not plan.sources and not plan.unknown:
+        raise CheckpointError(f"{folder} {kind.absent}")
     check(folder, module, plan, listing)
     wanted = {name: listing.stored[name] for name in plan.sources.values()}
     if dtype is None:
