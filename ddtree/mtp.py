@@ -21,6 +21,8 @@ from qwen_gdn.norms import at_least_float32
 from .drafter import check_sizes, with_room
 from .tree import Prefix, Ranked, ranked
 
+CHILDREN = 64  # tokens proposed after a path: more than a tree of a usual budget takes
+
 
 class Drafted(NamedTuple):
     """Path-dependent scores whose every family of children is already known.
@@ -66,7 +68,7 @@ class _Beam(NamedTuple):
 class _Level(NamedTuple):
     """What may follow each path of a beam.
 
-    children: M of each, [K, M].
+    children: the M likeliest of each, [K, M].
     chosen: int64, which of the K · M children, path by path, the next beam consists of.
     scores: log-probabilities of the chosen ones' paths.
     """
@@ -86,13 +88,13 @@ class MTPDrafter:
     among them, which yields path-dependent scores. Logits of independent positions along the greedy path alone would
     cost as many forwards. What a forward of a few rows waits for is the head's and the module's weights, so the other
     paths' rows come almost free, and their children are scored after the path that leads to them and not after
-    another one. With `width` 1 what is left is the greedy path.
+    another one. With `width` 1 only the greedy path goes on.
 
     Args:
         mtp: the module of the target that it will be bound to.
         depth: tokens drafted ahead, one forward each (L). The module is trained to predict the first of them, so that
             each further one is less often right.
-        width: paths drafted further at each depth, and children proposed below each.
+        width: paths drafted further at each depth. Of what may follow a path the 64 likeliest tokens are proposed.
 
     Raises:
         ValueError: a number is below 1.
@@ -186,7 +188,7 @@ class MTPDrafter:
 
     def _level(self, beam: _Beam) -> _Level:
         logits = self._bound.logits(beam.hidden[0].to(self._bound.dtype))
-        children = ranked(at_least_float32(logits).log_softmax(-1), self.width)
+        children = ranked(at_least_float32(logits).log_softmax(-1), CHILDREN)
         scores = (beam.scores[:, None] + children.values).flatten()
         # The greedy path goes on at the first place whatever it scores, since a chain drafts nothing else.
         order = torch.cat((scores.new_full((1,), torch.inf), scores[1:]))
@@ -229,6 +231,6 @@ def _families(levels: Sequence[_Level]) -> dict[Prefix, tuple[list[int], list[fl
     for values, columns, chosen in zip(held[::3], held[1::3], held[2::3], strict=True):
         tokens = columns.long().view(len(paths), -1).tolist()
         families |= zip(paths, zip(tokens, values.view(len(paths), -1).tolist(), strict=True), strict=True)
-        paths = [(*path, token) for path, row in zip(paths, tokens, strict=True) for token in row]
-        paths = [paths[i] for i in chosen.long().tolist()]
+        places = [divmod(i, len(tokens[0])) for i in chosen.long().tolist()]
+        paths = [(*paths[row], tokens[row][rank]) for row, rank in places]
     return families

@@ -63,7 +63,7 @@ class Course:
         for path, (tokens, log_probs) in drafted.families.items():
             wanted = self.wanted(root, path)
             best = np.sort(wanted)[::-1][: len(tokens)]
-            assert len(tokens) == self.drafter.width
+            assert len(tokens) == 64
             for found in (wanted[tokens], np.array(log_probs)):
                 assert np.abs(found - best).max() <= tolerance * np.abs(best).max(), path
 
@@ -117,15 +117,16 @@ def test_the_most_probable_paths_are_drafted_further_and_the_greedy_one_always()
     assert kept_for_being_greedy, "the best three held the greedy path every time"
 
 
-def test_a_width_of_one_is_the_greedy_rollout() -> None:
+def test_at_a_width_of_one_only_the_greedy_path_goes_on() -> None:
     course = Course(torch.float64, depth=5, width=1)
     course.commit(random_tokens(seeded(1), 6))
-    tree = build_tree(5, course.drafter.propose(5), 15)
-    assert tree.topology == Topology.chain(6)
+    drafted = course.drafter.propose(5)
     path: list[int] = []
-    for token in tree.tokens[1:].tolist():
+    for token in build_chain(5, drafted, 15).tokens[1:].tolist():
+        assert len(drafted.children(tuple(path))[0]) == 64
         assert token == int(np.argmax(course.wanted(5, path)))
         path.append(token)
+    assert len(path) == len(drafted.families) == 5
 
 
 def test_proposals_depend_on_what_was_committed_alone() -> None:
