@@ -92,8 +92,8 @@ class MTPDrafter:
 
     Args:
         mtp: the module of the target that it will be bound to.
-        depth: tokens drafted ahead, one forward each (L). The module is trained to predict the first of them, so that
-            each further one is less often right.
+        depth: tokens drafted ahead, one forward each (L). Each builds on the module's own outputs for those before, so
+            that a further one is less often right.
         width: paths drafted further at each depth. Of what may follow a path the 64 likeliest tokens are proposed.
 
     Raises:
@@ -102,7 +102,7 @@ class MTPDrafter:
 
     layers: Sequence[LayerId] = ("final", "embedding")
 
-    def __init__(self, mtp: MTP, *, depth: int = 4, width: int = 8) -> None:
+    def __init__(self, mtp: MTP, *, depth: int = 4, width: int = 4) -> None:
         checked_count("MTP drafter: depth", depth, 1)
         checked_count("MTP drafter: width", width, 1)
         self.mtp = mtp
