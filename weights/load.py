@@ -24,6 +24,7 @@ from .configs import ConfigKind, read_config
 from .files import CONFIG_FILES, INDEX_FILE, Part, Source, fetch_shards, one_line, resolve
 from .fill import DTYPES, check, fill
 from .shards import Stored, list_tensors, read_index
+from .slots import slots
 
 _log = logging.getLogger(__name__)
 
@@ -56,7 +57,7 @@ def load_target(source: Source, *, device: str | torch.device = "cpu", dtype: to
             (float64 in a float64 model).
 
     Raises:
-        ValueError: the source cannot be found or read as a dense Qwen3.5/3.6/3.8 checkpoint, or this device or
+        ValueError: the source cannot be found or read as a Qwen3.5/3.6/3.8 checkpoint, or this device or
             dtype cannot be had (mostly its subclass `CheckpointError`); one line that says what and where.
     """
     return read_target(source, device=device, dtype=dtype)[0]
@@ -111,12 +112,14 @@ def _load(source: Source, kind: _Kind, device: str | torch.device, dtype: torch.
     index = read_index(folder)
     fetch_shards(source, folder, None if index is None else {f for t, f in index.items() if not kind.skip(t)})
     listing = list_tensors(folder)
-    plan = names.plan((*listing.stored, *listing.absent), dict(module.named_parameters()), kind.skip, kind.rename)
-    check(folder, module, plan, listing)
+    stored = [*listing.stored, *listing.absent]
+    places = slots(module, {parameter for name in stored if (parameter := kind.rename(name)) is not None})
+    plan = names.plan(stored, places, kind.skip, kind.rename)
+    check(folder, places, plan, listing)
     wanted = {name: listing.stored[name] for name in plan.sources.values()}
     if dtype is None:
         dtype = torch.float32 if where.type == "cpu" else _prevailing(wanted.values())
-    fill(module, plan.sources, wanted, where, dtype)
+    fill(module, {name: places[slot] for slot, name in plan.sources.items()}, wanted, where, dtype)
     report = LoadReport(folder, dtype, len(wanted), sum(s.nbytes for s in wanted.values()), dict(plan.skipped))
     _log.info("%s", report)
     return module.eval(), report
