@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from .quantised import BlockFP8, block_fp8
 from .stated import MOST_LAYERS, Stated, check_real, check_whole, read_config, shown
 from .supported import check_supported
 
@@ -56,6 +57,7 @@ class ModelConfig:
     Args:
         intermediate_size: inner width of the dense feed-forward part, None if there are experts.
         experts: the mixture of experts in its place, or None.
+        quantization: how the checkpoint stores its weights, if not as plain numbers; the arithmetic is the same.
         layer_types: mixer of each layer, `linear_attention` (Gated DeltaNet) or `full_attention`.
         rotary_dim: leading dimensions of a head that rotate (head_dim × partial_rotary_factor).
         output_gate: activation of the delta layers' z gate.
@@ -83,6 +85,7 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
     max_position_embeddings: int | None = None
     experts: ExpertsConfig | None = None
+    quantization: BlockFP8 | None = None
 
     def __post_init__(self) -> None:
         for name in _SIZES:
@@ -174,6 +177,7 @@ class ModelConfig:
             tie_word_embeddings=_tied(root, text),
             eos_token_ids=token_ids(text.table.get("eos_token_id", raw.get("eos_token_id")), "config: eos_token_id"),
             max_position_embeddings=text.maybe("max_position_embeddings", int),
+            quantization=block_fp8(root, text),
         )
 
 

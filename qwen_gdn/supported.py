@@ -51,7 +51,6 @@ def check_supported(root: Stated, text: Stated, text_keys: Sequence[str]) -> boo
     """
     sparse = _has_experts(root, text)
     for table in (root, text):
-        table.refuse_quantised()
         table.refuse_others(_NEUTRAL | (_NEUTRAL_SPARSE if sparse else _NEUTRAL_DENSE))
     for key in text_keys if root is not text else ():
         outer, inner = root.table.get(key), text.table.get(key)
