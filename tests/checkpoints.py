@@ -114,12 +114,20 @@ def drafter_config(**changes: Any) -> dict[str, Any]:
     return config | changes
 
 
+def drafter_config2(**changes: Any) -> dict[str, Any]:
+    """A DFlash 2 drafter's config, fitting `target_config`."""
+    plain = drafter_config()
+    sizes = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 6, "selector_top_k": 5}
+    changed = {"architectures": ["DFlash2DraftModel"], "is_causal": False, "layer_types": ["sliding_attention"] * 2}
+    return plain | changed | {"dflash_config": plain["dflash_config"] | sizes} | changes
+
+
 def drafter_tensors(config: Mapping[str, Any], seed: int = 1) -> dict[str, Tensor]:
     """Random float32 tensors of a drafter."""
     c = config
     width, head = c["hidden_size"], c["head_dim"]
     queries, groups = c["num_attention_heads"] * head, c["num_key_value_heads"] * head
-    layer = {
+    layer: dict[str, tuple[int, ...]] = {
         "self_attn.q_proj.weight": (queries, width),
         "self_attn.k_proj.weight": (groups, width),
         "self_attn.v_proj.weight": (groups, width),
@@ -133,6 +141,17 @@ def drafter_tensors(config: Mapping[str, Any], seed: int = 1) -> dict[str, Tenso
         "hidden_norm.weight": (width,),
         "norm.weight": (width,),
     }
+    inner = c["dflash_config"]
+    if c["architectures"] == ["DFlash2DraftModel"]:
+        kernels, codebook = 2 * inner["conv_kernel_size"], (c["vocab_size"], inner["selector_rank"])
+        for name in ("attention_conv", "mlp_conv"):
+            layer[f"{name}.base_kernel"] = (2, inner["conv_kernel_size"], width)
+            layer[f"{name}.kernel_projection.weight"] = (kernels * (width // inner["conv_group_size"]), width)
+        shapes |= {
+            "candidate_selector.predecessor_codebook": codebook,
+            "candidate_selector.successor_codebook": codebook,
+            "candidate_selector.hidden_projection.weight": (inner["selector_rank"], width),
+        }
     for i in range(c["num_hidden_layers"]):
         shapes |= {f"layers.{i}.{name}": shape for name, shape in layer.items()}
     return _random(shapes, seed)

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ddtree import drafters
 from ddtree.drafter import DFlashDrafter
-from ddtree.drafter_config import DFlashConfig
 from qwen_gdn.config import ModelConfig
 from qwen_gdn.model import QwenGDN
 from qwen_gdn.quantised import BlockFP8
@@ -72,7 +72,8 @@ def load_drafter(
 ) -> DFlashDrafter:
     """A DFlash drafter in eval mode, without gradients; arguments and errors as for `load_target`.
 
-    It has no embedding and no head: those are the target's, which it meets in `bind`.
+    The config's `architectures` names its kind: DFlash 2 gives a `DFlash2Drafter`. It has no embedding and no head:
+    those are the target's, which it meets in `bind`.
     """
     return read_drafter(source, device=device, dtype=dtype)[0]
 
@@ -102,7 +103,7 @@ class _Kind(NamedTuple):
 
 
 _TARGET = _Kind("target", ModelConfig, QwenGDN, names.skip_in_target, names.target_parameter)
-_DRAFTER = _Kind("drafter", DFlashConfig, DFlashDrafter, names.skip_in_drafter, lambda name: name)
+_DRAFTER = _Kind("drafter", drafters, drafters.build, names.skip_in_drafter, lambda name: name)
 
 
 def _load(source: Source, kind: _Kind, device: str | torch.device, dtype: torch.dtype | None) -> tuple[Any, LoadReport]:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ddtree import DFlashConfig, DFlashDrafter, DraftTree, Scores, accept, build_tree, generate
+from ddtree import DraftTree, Scores, accept, build_tree, drafters, generate
 from ddtree.recorded_drafter import RecordedDrafter
 from qwen_gdn import HybridCache, ModelConfig, QwenGDN, Topology, greedy, prefill
 from qwen_gdn.decode import HybridModel
@@ -54,7 +54,7 @@ def measure(
     found |= {"floor_ms": floor, "chunks": list(shape.chunks)}
     say(f"floor {floor:.3f} ms: {found['read_bytes'] / 1e9:.2f} GB at {bandwidth / 1e12:.2f} TB/s")
     engine = Engine(target, sizes=shape.sizes, chunks=shape.chunks, announce=announce)
-    plain = random_weights(DFlashDrafter, DFlashConfig.from_dict(shape.drafter), device, dtype)
+    plain = random_weights(drafters.build, drafters.from_dict(shape.drafter), device, dtype)
     drafter = RecordedDrafter(plain, announce=announce)
     drafter.bind(engine)
     found["weights_bytes"] = sum(p.nbytes for model in (target, plain) for p in model.parameters())
@@ -189,15 +189,14 @@ def kernels(call: Callable[[], object], device: torch.device) -> list[dict[str, 
 
 def drafter_figures(drafter: RecordedDrafter, size: int, clock: "Clock") -> dict[str, float]:
     """Milliseconds of a block, of the context update of 8 rows, and of the host's work on a tree and a walk."""
-    logits = drafter.propose(3)
-    width = drafter.drafter.fc.in_features
-    features = torch.randn(1, 8, width, device=logits.device, dtype=logits.dtype)
+    scores, like = drafter.propose(3), drafter.drafter.fc.weight
+    features = torch.randn(1, 8, like.shape[1], device=like.device, dtype=like.dtype)
     drawn = torch.zeros(size, dtype=torch.int64)
-    tree = build_tree(3, logits, size - 1)
+    tree = build_tree(3, scores, size - 1)
     return {
         "draft_ms": clock.each(lambda: drafter.propose(3)),
         "observe_ms": clock.each(lambda: drafter.observe(features)),
-        "build_ms": clock.host(lambda: build_tree(3, logits, size - 1)),
+        "build_ms": clock.host(lambda: build_tree(3, scores, size - 1)),
         "walk_ms": clock.host(lambda: accept(tree, drawn[: len(tree.topology)])),
     }
 
