@@ -77,7 +77,7 @@ class RecordedDrafter:
     def propose(self, root: int) -> Tensor | Scores:
         """What the drafter's `proposal` makes of the block after `root`; RuntimeError if no target is bound."""
         block = self._prepared(self._length).propose(root, self._length)
-        # No part of a program: launched while the device is still busy with the block, it costs no time.
+        # What a proposal takes beyond the block is launched while the device is busy with that, so it needs no program.
         return self.drafter.proposal(root, *block)
 
     def _prepared(self, rows: int) -> "_Programs":
