@@ -4,6 +4,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .dflash2 import DFlash2Drafter
+    from .dflash2_config import DFlash2Config
     from .drafter import DFlashDrafter
     from .drafter_config import DFlashConfig
     from .loop import NoDrafts, Proposer, Round, generate
@@ -13,6 +15,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Acceptance",
+    "DFlash2Config",
+    "DFlash2Drafter",
     "DFlashConfig",
     "DFlashDrafter",
     "DraftTree",
@@ -32,6 +36,8 @@ __all__ = [
 # this package before anything of its own can run, would not know what to do with an interrupt.
 _HOMES = {
     "Acceptance": "tree",
+    "DFlash2Config": "dflash2_config",
+    "DFlash2Drafter": "dflash2",
     "DFlashConfig": "drafter_config",
     "DFlashDrafter": "drafter",
     "DraftTree": "tree",

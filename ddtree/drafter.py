@@ -16,6 +16,7 @@ from qwen_gdn.rope import Rotation, rotation
 
 from .drafter_config import AttentionType, DFlashConfig, check_layer_ids
 from .drafter_layers import DrafterLayer, Rows, SeenRows, block_mask
+from .tree import Scores
 
 
 class Target(Protocol):
@@ -59,10 +60,13 @@ class DFlashDrafter(nn.Module):
         self.fc = nn.Linear(len(config.target_layer_ids) * width, width, bias=False)
         self.hidden_norm = PlainRMSNorm(width, eps)
         # Checkpoints call the blocks `layers`; a proposer's attribute of that name lists target layers.
-        self._modules["layers"] = nn.ModuleList(DrafterLayer(config) for _ in config.layer_types)
+        self._modules["layers"] = nn.ModuleList(self._layer() for _ in config.layer_types)
         self.norm = PlainRMSNorm(width, eps)
         self._borrowed: _Borrowed | None = None
         self._context = _Context(0, ())
+
+    def _layer(self) -> DrafterLayer:
+        return DrafterLayer(self.config)
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -165,8 +169,8 @@ class DFlashDrafter(nn.Module):
             )
 
     @torch.no_grad()
-    def propose(self, root: int) -> Tensor:
-        """Logits [block_size − 1, vocab] of the tokens that may follow `root`, the first one not yet observed.
+    def propose(self, root: int) -> Tensor | Scores:
+        """What may follow `root`, the first token not yet observed: see `proposal`.
 
         Raises:
             RuntimeError: no target is bound.
@@ -183,9 +187,22 @@ class DFlashDrafter(nn.Module):
         masks = {kind: block_mask(config, kind, count, device) for kind, count in counts.items()}
         kept = zip(config.layer_types, self._context.layers or self._no_rows(), strict=True)
         rows = [Rows(*(part[:, :, : counts[kind]] for part in held)) for kind, held in kept]
-        hidden = self(embedded.to(self.fc.weight.dtype), rows, by, masks)
         # The root's own row predicts nothing: the token after it is the first mask's.
-        return self._borrowed.logits(hidden[0, 1:].to(embedded.dtype))
+        hidden = self(self.inputs(embedded), rows, by, masks)[0, 1:]
+        return self.proposal(root, hidden, self._borrowed.logits(hidden.to(embedded.dtype)))
+
+    def inputs(self, embeddings: Tensor) -> Tensor:
+        """The target's embeddings of a block's tokens as `forward` reads them, [B, Q, D] in and out."""
+        return embeddings.to(self.fc.weight.dtype)
+
+    def proposal(self, root: int, hidden: Tensor, logits: Tensor) -> Tensor | Scores:
+        """What a block proposes to follow its root: here the logits themselves, of independent positions.
+
+        Args:
+            hidden: the states of the block's masked rows, [block_size − 1, D].
+            logits: the target's logits of them, [block_size − 1, vocab].
+        """
+        return logits
 
     def _no_rows(self) -> tuple[Rows, ...]:
         config = self.config

@@ -1,25 +1,27 @@
-"""What a DFlash drafter's `config.json` says, checked and frozen. First-generation DFlash only: the designs
-that grew out of it (DFlash 2, DSpark) are refused by name.
+"""What a DFlash drafter's `config.json` says, checked and frozen. First-generation DFlash only: DFlash 2 extends it
+in `dflash2_config`, and other designs that grew out of it (DSpark) are refused by name.
 
 Two published schemas are read: older configs keep block size and rotary base at the top level, newer ones
 under `dflash_config` and `rope_parameters`. Nothing that shapes the drafts has a default: a wrong one costs
 acceptance without any error.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 from qwen_gdn.stated import MOST_LAYERS, Stated, check_real, check_whole, read_config, shown
 
 AttentionType = Literal["sliding_attention", "full_attention"]
 
 _WHAT = "drafter config"
-_ARCHITECTURE = "DFlashDraftModel"
+_HEADS = ("num_attention_heads", "num_key_value_heads", "head_dim")
+_SIZES = ("vocab_size", "hidden_size", "intermediate_size", *_HEADS)
+_COPIED = (*_SIZES, "block_size", "mask_token_id")
 _MOST_ROWS = 1 << 10  # of a block: the head's output for one takes a gigabyte
 _MOST_WINDOW = 2**31 - 1
-# Keys that would change the arithmetic if set to anything else.
+# Keys that would change the arithmetic if set to anything else, in configs that do not read them.
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     "model_type": ("qwen3", None),
     "hidden_act": ("silu", None),
@@ -32,7 +34,9 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "speculators_model_type": (None,),
     "markov_rank": (None,),
     "selector_rank": (None,),
+    "selector_top_k": (None,),
     "conv_kernel_size": (None,),
+    "conv_group_size": (None,),
     "output_multiplier": (1, None),
     "input_embedding_scale": (1, None),
     "attn_logit_softcapping": (None, 0),
@@ -69,6 +73,10 @@ class DFlashConfig:
     mask_token_id: int
     target_layer_ids: tuple[int, ...]
     num_target_layers: int | None = None
+
+    architecture: ClassVar[str] = "DFlashDraftModel"
+    kinds: ClassVar[Mapping[str, type]] = dict.fromkeys(_COPIED, int) | {"target_layer_ids": list}
+    """Keys that may stand in either place, with their types."""
 
     def __post_init__(self) -> None:
         for name in _SIZES:
@@ -124,9 +132,9 @@ class DFlashConfig:
         root = Stated(_WHAT, raw)
         nested = root.inner("dflash_config")
         for part in (root, nested):
-            _check_supported(part)
+            _check_supported(part, cls.architecture, cls.kinds)
             # What loses must be well-formed all the same.
-            for name, kind in (*((name, int) for name in _COPIED), ("target_layer_ids", list)):
+            for name, kind in cls.kinds.items():
                 part.maybe(name, kind)
         table = Stated(_WHAT, dict(raw) | dict(nested.table))
         types = _layer_types(table)
@@ -139,12 +147,13 @@ class DFlashConfig:
             is_causal=table.maybe("is_causal", bool),
             target_layer_ids=_layer_ids(table),
             num_target_layers=table.maybe("num_target_layers", int),
+            **cls._further(table),
         )
 
-
-_HEADS = ("num_attention_heads", "num_key_value_heads", "head_dim")
-_SIZES = ("vocab_size", "hidden_size", "intermediate_size", *_HEADS)
-_COPIED = (*_SIZES, "block_size", "mask_token_id")
+    @classmethod
+    def _further(cls, table: Stated) -> dict[str, Any]:
+        """What a generation of drafters states beyond the first."""
+        return {}
 
 
 def check_layer_ids(ids: tuple[int, ...], count: int | None) -> None:
@@ -185,12 +194,12 @@ def _check_layer_types(types: tuple[AttentionType, ...], window: int | None) -> 
         check_whole(_WHAT, "sliding_window", window, most=_MOST_WINDOW)
 
 
-def _check_supported(table: Stated) -> None:
-    names = table.maybe("architectures", list) or [_ARCHITECTURE]
-    if names != [_ARCHITECTURE]:
-        raise _error(f"architectures {shown(names)} is not supported; supported is {_ARCHITECTURE}")
+def _check_supported(table: Stated, architecture: str, read: Collection[str]) -> None:
+    names = table.maybe("architectures", list) or [architecture]
+    if names != [architecture]:
+        raise _error(f"architectures {shown(names)} is not supported; supported is {architecture}")
     table.refuse_quantised()
-    table.refuse_others(_NEUTRAL)
+    table.refuse_others({key: values for key, values in _NEUTRAL.items() if key not in read})
 
 
 def _rope_theta(table: Stated) -> float:

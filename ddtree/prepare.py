@@ -17,9 +17,8 @@ from weights import CheckpointError, Tokenizer, load_tokenizer, stop_ids
 from weights.configs import read_config
 from weights.files import CONFIG_FILES, resolve
 
+from . import drafters
 from .arguments import MTP, UsageError
-from .drafter import DFlashDrafter
-from .drafter_config import DFlashConfig
 from .options import Options
 
 
@@ -58,7 +57,7 @@ def prepare(options: Options) -> Job:
 def _check_pairing(source: str, target: QwenGDN) -> None:
     folder = resolve(source, "drafter", CONFIG_FILES)
     with torch.device("meta"):
-        drafter = DFlashDrafter(read_config(DFlashConfig, folder))
+        drafter = drafters.build(read_config(drafters, folder))
     try:
         drafter.bind(target)
     except ValueError as error:

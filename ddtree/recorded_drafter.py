@@ -7,7 +7,7 @@ update only ever lands on rows that no block can see any more, or not yet.
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from qwen_gdn.transfer import indices
 
 from .drafter import DFlashDrafter, Target
 from .drafter_layers import DrafterAttention, DrafterLayer, Rows
+from .tree import Scores
 
 ROWS = 4096  # context rows of a full layer to begin with; the buffer doubles
 
@@ -73,9 +74,11 @@ class RecordedDrafter:
         self._length += features.shape[1]
 
     @torch.no_grad()
-    def propose(self, root: int) -> Tensor:
-        """Logits [block_size − 1, vocab] of the tokens that may follow `root`; RuntimeError if no target is bound."""
-        return self._prepared(self._length).propose(root, self._length)
+    def propose(self, root: int) -> Tensor | Scores:
+        """What the drafter's `proposal` makes of the block after `root`; RuntimeError if no target is bound."""
+        block = self._prepared(self._length).propose(root, self._length)
+        # What a proposal takes beyond the block is launched while the device is busy with that, so it needs no program.
+        return self.drafter.proposal(root, *block)
 
     def _prepared(self, rows: int) -> "_Programs":
         """Programs whose buffers hold that many context rows, with the context in them."""
@@ -89,6 +92,13 @@ class RecordedDrafter:
                 grown.take(now, self._length)
             self._programs = now = grown
         return now
+
+
+class _Block(NamedTuple):
+    """States [block_size − 1, D] of the masked rows of a block, and the target's logits of them."""
+
+    hidden: Tensor
+    logits: Tensor
 
 
 class _Programs:
@@ -128,9 +138,9 @@ class _Programs:
             self._start.fill((torch.tensor([start]),))
             self._observe()
 
-    def propose(self, root: int, start: int) -> Tensor:
+    def propose(self, root: int, start: int) -> _Block:
         self._root.fill((torch.tensor([root, start]),))
-        return self._propose().clone()
+        return _Block(*(part.clone() for part in self._propose()))
 
     def _launch_observe(self) -> None:
         self._append(self._features, self._start.parts[0], compiled)
@@ -147,18 +157,18 @@ class _Programs:
             for rows, more in zip(kept, new, strict=True):
                 rows.index_copy_(2, where, more[:, :, -len(where) :])
 
-    def _launch_propose(self) -> Tensor:
+    def _launch_propose(self) -> _Block:
         drafter, config = self.drafter, self.drafter.config
         root, start = self._root.parts
         masks = torch.full((config.block_size - 1,), config.mask_token_id, device=root.device)
         embedded = self.target.embed(torch.cat((root, masks))[None])
-        x = embedded.to(drafter.fc.weight.dtype)
+        x = drafter.inputs(embedded)
         positions = start + torch.arange(config.block_size, device=root.device)
         by = compiled(rotation)(positions, config.head_dim, config.rope_theta, x.dtype)
         for block, rows, window, causal in zip(drafter.blocks, self.kept, self.windows, self.causal, strict=True):
             x = compiled(_block)(block, x, by, rows, start, window, causal)
-        hidden = compiled(applied)(drafter.norm, x)
-        return self.target.logits(hidden[0, 1:].to(embedded.dtype))
+        hidden = compiled(applied)(drafter.norm, x)[0, 1:]
+        return _Block(hidden, self.target.logits(hidden.to(embedded.dtype)))
 
 
 class _Context:

@@ -6,12 +6,12 @@ from typing import Any
 from qwen_gdn.config import ModelConfig
 from weights.files import CONFIG_FILES, Part, read_json, resolve
 
+from . import drafters
 from .arguments import UsageError
-from .drafter_config import DFlashConfig
 
 _READERS: Mapping[Part, Callable[[dict[str, Any]], object]] = {
     "target": ModelConfig.from_dict,
-    "drafter": DFlashConfig.from_dict,
+    "drafter": drafters.from_dict,
 }
 
 

@@ -56,7 +56,10 @@ class Scores(Protocol):
         """The longest path that can be drafted, in tokens."""
 
     def children(self, path: Prefix, /) -> tuple[Sequence[int] | Tensor, Sequence[float] | Tensor]:
-        """Distinct tokens that may follow the drafted `path` (root's child first), with log-probabilities."""
+        """Distinct tokens that may follow the drafted `path` (root's child first), with log-probabilities.
+
+        `Siblings` are taken as they stand; any other pair is checked and ranked, which takes longer than the search.
+        """
 
 
 def build_tree(root: int, scores: Tensor | Scores, budget: int) -> DraftTree:
@@ -241,6 +244,8 @@ def _ask(scores: Scores, prefix: Prefix, width: int) -> Siblings:
     """A path-dependent proposer's children, checked and ranked."""
     where = f"draft tree: children of {prefix}"
     answer = scores.children(prefix)
+    if isinstance(answer, Siblings):
+        return answer
     if not isinstance(answer, tuple | list) or len(answer) != 2:
         raise ValueError(f"{where}: needs a pair of tokens and log-probabilities, got {shown(answer)}")
     tokens = _tensor(answer[0], f"{where}: tokens").detach().cpu()

@@ -1,4 +1,4 @@
-"""What a checkpoint's `config.json` says about a Qwen3.5/3.6/3.8 dense hybrid, checked and frozen.
+"""What a checkpoint's `config.json` says about a Qwen3.5/3.6/3.8 hybrid, dense or with experts, checked and frozen.
 
 Architecture facts have no defaults: a missing key is an error that names it, since a silent default
 yields a model that runs and is wrong.
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from .quantised import BlockFP8, block_fp8
 from .stated import MOST_LAYERS, Stated, check_real, check_whole, read_config, shown
 from .supported import check_supported
 
@@ -26,10 +27,37 @@ _WRITTEN_UNASKED = {"partial_rotary_factor": 0.25}
 
 
 @dataclass(frozen=True)
-class ModelConfig:
-    """Architecture of one dense hybrid text model.
+class ExpertsConfig:
+    """The feed-forward part of a mixture of experts; every layer has it.
 
     Args:
+        num_experts_per_tok: experts that each token goes to, the shared one not counted.
+        moe_intermediate_size, shared_expert_intermediate_size: inner width of an expert and of the shared one.
+    """
+
+    num_experts: int
+    num_experts_per_tok: int
+    moe_intermediate_size: int
+    shared_expert_intermediate_size: int
+
+    def __post_init__(self) -> None:
+        for name in _EXPERT_SIZES:
+            check_whole(_WHAT, name, getattr(self, name))
+        if self.num_experts_per_tok > self.num_experts:
+            raise ValueError(
+                f"config: num_experts_per_tok {self.num_experts_per_tok} is more than num_experts {self.num_experts}; "
+                "correct one"
+            )
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Architecture of one hybrid text model.
+
+    Args:
+        intermediate_size: inner width of the dense feed-forward part, None if there are experts.
+        experts: the mixture of experts in its place, or None.
+        quantization: how the checkpoint stores its weights, if not as plain numbers; the arithmetic is the same.
         layer_types: mixer of each layer, `linear_attention` (Gated DeltaNet) or `full_attention`.
         rotary_dim: leading dimensions of a head that rotate (head_dim × partial_rotary_factor).
         output_gate: activation of the delta layers' z gate.
@@ -39,7 +67,7 @@ class ModelConfig:
 
     vocab_size: int
     hidden_size: int
-    intermediate_size: int
+    intermediate_size: int | None
     layer_types: tuple[LayerType, ...]
     rms_norm_eps: float
     num_attention_heads: int
@@ -56,10 +84,19 @@ class ModelConfig:
     tie_word_embeddings: bool
     eos_token_ids: tuple[int, ...] = ()
     max_position_embeddings: int | None = None
+    experts: ExpertsConfig | None = None
+    quantization: BlockFP8 | None = None
 
     def __post_init__(self) -> None:
         for name in _SIZES:
             check_whole(_WHAT, name, getattr(self, name))
+        if (self.intermediate_size is None) == (self.experts is None):
+            raise ValueError(
+                f"config: a layer has either an MLP or experts, got intermediate_size {self.intermediate_size} and "
+                f"experts {self.experts}; give one"
+            )
+        if self.intermediate_size is not None:
+            check_whole(_WHAT, "intermediate_size", self.intermediate_size)
         check_whole(_WHAT, "num_attention_heads * head_dim", self.num_attention_heads * self.head_dim)
         check_whole(_WHAT, "linear_num_key_heads * linear_key_head_dim", self.key_dim)
         check_whole(_WHAT, "linear_num_value_heads * linear_value_head_dim", self.value_dim)
@@ -124,12 +161,14 @@ class ModelConfig:
         """
         root = Stated(_WHAT, raw)
         text = root if "text_config" not in raw else Stated(_WHAT, _text_config(raw))
-        check_supported(root, text, _TEXT_KEYS)
+        sparse = check_supported(root, text, _TEXT_KEYS)
         rope = text.inner("rope_parameters")
         rope.refuse_scaled_rope()
         head_dim = text.need("head_dim", int)
         return cls(
             **{name: text.need(name, int) for name in _COPIED_SIZES},
+            intermediate_size=None if sparse else text.need("intermediate_size", int),
+            experts=ExpertsConfig(**{name: text.need(name, int) for name in _EXPERT_SIZES}) if sparse else None,
             layer_types=_layer_types(text),
             rms_norm_eps=text.need("rms_norm_eps", float),
             rope_theta=_rotary(text, rope, "rope_theta"),
@@ -138,13 +177,13 @@ class ModelConfig:
             tie_word_embeddings=_tied(root, text),
             eos_token_ids=token_ids(text.table.get("eos_token_id", raw.get("eos_token_id")), "config: eos_token_id"),
             max_position_embeddings=text.maybe("max_position_embeddings", int),
+            quantization=block_fp8(root, text),
         )
 
 
 _COPIED_SIZES = (
     "vocab_size",
     "hidden_size",
-    "intermediate_size",
     "num_attention_heads",
     "num_key_value_heads",
     "head_dim",
@@ -155,11 +194,19 @@ _COPIED_SIZES = (
     "linear_conv_kernel_dim",
 )
 _SIZES = (*_COPIED_SIZES, "rotary_dim")
+_EXPERT_SIZES = (
+    "num_experts",
+    "num_experts_per_tok",
+    "moe_intermediate_size",
+    "shared_expert_intermediate_size",
+)
 
 
 # What belongs to the text part, and must not be contradicted where the root states it too.
 _TEXT_KEYS = (
     *_COPIED_SIZES,
+    *_EXPERT_SIZES,
+    "intermediate_size",
     "num_hidden_layers",
     "layer_types",
     "full_attention_interval",

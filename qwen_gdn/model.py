@@ -15,6 +15,7 @@ from .deltanet import GatedDeltaNet
 from .lanes import FreshAttention, FreshDelta, Memory, Pass, Step
 from .layer_cache import KVCache, LayerCache, LayerLayout, empty_delta_cache
 from .mlp import MLP
+from .moe import SparseMoE
 from .norms import RMSNorm
 from .rope import rotation
 
@@ -41,12 +42,19 @@ class DecoderLayer(nn.Module):
         self.mixer_name, mixer = _MIXERS[kind]
         self.add_module(self.mixer_name, mixer(config))
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = MLP(config.hidden_size, config.intermediate_size)
+        self.mlp = _feed_forward(config)
 
     def forward(self, x: Tensor, lane: Any, step: Step) -> Tensor:
         x = x + getattr(self, self.mixer_name)(self.input_layernorm(x), lane, step)
         out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
         return out
+
+
+def _feed_forward(config: ModelConfig) -> MLP | SparseMoE:
+    if config.experts is not None:
+        return SparseMoE(config.hidden_size, config.experts)
+    assert config.intermediate_size is not None
+    return MLP(config.hidden_size, config.intermediate_size)
 
 
 _MIXERS: dict[LayerType, tuple[str, type[GatedDeltaNet] | type[GatedAttention]]] = {
@@ -56,7 +64,7 @@ _MIXERS: dict[LayerType, tuple[str, type[GatedDeltaNet] | type[GatedAttention]]]
 
 
 class QwenGDN(nn.Module):
-    """A Qwen3.5/3.6/3.8 dense hybrid. Parameters carry the checkpoint's names below its prefix.
+    """A Qwen3.5/3.6/3.8 hybrid, dense or with experts. Parameters carry the checkpoint's names below its prefix.
 
     Three ways to call it, all through the same layers:
         model(tokens)                    no memory before or after; differentiable

@@ -91,8 +91,8 @@ class ProgramSet:
         make = partial(_Tree, self._model, self._memory, size, capture)
         part, run = self._program((capture, size), f"trees of {size} nodes", make)
         part.send(tokens, topology, length)
-        hidden = run(bank)
-        return Verified(_copied(hidden, len(topology)), _tensors(part.kept[bank]), partial(self._commit, part))
+        outputs = run(bank)
+        return Verified(_copied(outputs, len(topology)), _tensors(part.kept[bank]), partial(self._commit, part))
 
     def _commit(self, tree: "_Tree", path: list[int], length: int, bank: int) -> None:
         most = min(SHORT, tree.size) if len(path) <= SHORT else tree.size
@@ -121,7 +121,7 @@ class _Step:
     def send(self, token: Tensor, length: int) -> None:
         self._inputs.fill((torch.tensor([length]), token.reshape(1).long().cpu()))
 
-    def launch(self, bank: int) -> Hidden:
+    def launch(self, bank: int) -> Tensor:
         length, token = self._inputs.parts
 
         def layer(*through: Any) -> Tensor:
@@ -143,7 +143,7 @@ class _Chain:
         padding = torch.zeros(self._size - count, dtype=torch.int64)
         self._inputs.fill((torch.tensor([length, count]), tokens.reshape(-1).long().cpu(), padding))
 
-    def launch(self, bank: int) -> Hidden:
+    def launch(self, bank: int) -> Tensor:
         length, count, tokens = self._inputs.parts
         where = length + torch.arange(self._size, device=length.device)
 
@@ -188,7 +188,7 @@ class _Tree:
         ancestors[:count, :count] = topology.ancestors
         send(ancestors, self._nodes.ancestors)
 
-    def launch(self, bank: int) -> Hidden:
+    def launch(self, bank: int) -> Tensor:
         length, nodes = self._length, self._nodes
         kept: Kept = []
 
@@ -199,9 +199,9 @@ class _Tree:
             return out
 
         memory, positions = self._memory.banks[bank], length + nodes.depths
-        hidden = _forward(self._model, memory, self._capture, nodes.tokens, positions, layer)
+        outputs = _forward(self._model, memory, self._capture, nodes.tokens, positions, layer)
         self.kept[bank] = kept
-        return hidden
+        return outputs
 
 
 class _Commit:
@@ -232,8 +232,12 @@ def _forward(
     tokens: Tensor,
     positions: Tensor,
     run: Callable[..., Tensor],
-) -> Hidden:
-    """Tokens [T] through every layer; `run` takes a layer, its input, the rotation and the layer's memory."""
+) -> Tensor:
+    """Tokens [T] through every layer; `run` takes a layer, its input, the rotation and the layer's memory.
+
+    Returns:
+        the normed end and the captured layers' outputs, [1 + captured, 1, T, D]: one tensor is one copy.
+    """
     c = model.config
     rope = compiled(rotation)(positions, c.rotary_dim, c.rope_theta, model.dtype)
     x = model.embed(tokens)[None]
@@ -243,12 +247,13 @@ def _forward(
         if i in capture:  # any other output need not outlive the next layer
             outputs[i] = x
     outputs["final"] = final = compiled(applied)(model.norm, x)
-    return Hidden(final, tuple(outputs[i] for i in capture))
+    return torch.stack((final, *(outputs[i] for i in capture)))
 
 
-def _copied(hidden: Hidden, count: int) -> Hidden:
-    """The first rows, in storage that the next run leaves alone."""
-    return Hidden(hidden.final[:, :count].clone(), tuple(x[:, :count].clone() for x in hidden.captured))
+def _copied(outputs: Tensor, count: int) -> Hidden:
+    """What `_forward` returns of the first rows, in storage that the next run leaves alone."""
+    final, *captured = outputs[:, :, :count].clone()
+    return Hidden(final, tuple(captured))
 
 
 def _tensors(kept: Sequence[DeltaRows | KVRows]) -> list[Tensor]:

@@ -45,7 +45,8 @@ def target_config(**changes: Any) -> dict[str, Any]:
 
 def nested(config: Mapping[str, Any], **root: Any) -> dict[str, Any]:
     """The multimodal config around a text config."""
-    outer = {"architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5", "vision_config": {}}
+    name, kind = ("Qwen3_5Moe", "qwen3_5_moe") if "num_experts" in config else ("Qwen3_5", "qwen3_5")
+    outer = {"architectures": [f"{name}ForConditionalGeneration"], "model_type": kind, "vision_config": {}}
     return outer | {"text_config": dict(config), "tie_word_embeddings": config["tie_word_embeddings"]} | root
 
 
@@ -55,7 +56,7 @@ def target_tensors(config: Mapping[str, Any], seed: int = 0) -> dict[str, Tensor
     keys = c["linear_num_key_heads"] * c["linear_key_head_dim"]
     heads = c["linear_num_value_heads"]
     values = heads * c["linear_value_head_dim"]
-    width, inner, head = c["hidden_size"], c["intermediate_size"], c["head_dim"]
+    width, head = c["hidden_size"], c["head_dim"]
     queries, groups = c["num_attention_heads"] * head, c["num_key_value_heads"] * head
     mixers: dict[str, dict[str, tuple[int, ...]]] = {
         "linear_attention": {
@@ -80,7 +81,7 @@ def target_tensors(config: Mapping[str, Any], seed: int = 0) -> dict[str, Tensor
     }
     shapes: dict[str, tuple[int, ...]] = {"embed_tokens.weight": (c["vocab_size"], width), "norm.weight": (width,)}
     for i, kind in enumerate(c["layer_types"]):
-        layer = mixers[kind] | _block(width, inner)
+        layer = mixers[kind] | (_sparse_block(c) if "num_experts" in c else _block(width, c["intermediate_size"]))
         shapes |= {f"layers.{i}.{name}": shape for name, shape in layer.items()}
     if not c["tie_word_embeddings"]:
         shapes["lm_head.weight"] = (c["vocab_size"], width)
@@ -135,12 +136,20 @@ def drafter_config(**changes: Any) -> dict[str, Any]:
     return config | changes
 
 
+def drafter_config2(**changes: Any) -> dict[str, Any]:
+    """A DFlash 2 drafter's config, fitting `target_config`."""
+    plain = drafter_config()
+    sizes = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 6, "selector_top_k": 5}
+    changed = {"architectures": ["DFlash2DraftModel"], "is_causal": False, "layer_types": ["sliding_attention"] * 2}
+    return plain | changed | {"dflash_config": plain["dflash_config"] | sizes} | changes
+
+
 def drafter_tensors(config: Mapping[str, Any], seed: int = 1) -> dict[str, Tensor]:
     """Random float32 tensors of a drafter."""
     c = config
     width, head = c["hidden_size"], c["head_dim"]
     queries, groups = c["num_attention_heads"] * head, c["num_key_value_heads"] * head
-    layer = {
+    layer: dict[str, tuple[int, ...]] = {
         "self_attn.q_proj.weight": (queries, width),
         "self_attn.k_proj.weight": (groups, width),
         "self_attn.v_proj.weight": (groups, width),
@@ -154,6 +163,17 @@ def drafter_tensors(config: Mapping[str, Any], seed: int = 1) -> dict[str, Tenso
         "hidden_norm.weight": (width,),
         "norm.weight": (width,),
     }
+    inner = c["dflash_config"]
+    if c["architectures"] == ["DFlash2DraftModel"]:
+        kernels, codebook = 2 * inner["conv_kernel_size"], (c["vocab_size"], inner["selector_rank"])
+        for name in ("attention_conv", "mlp_conv"):
+            layer[f"{name}.base_kernel"] = (2, inner["conv_kernel_size"], width)
+            layer[f"{name}.kernel_projection.weight"] = (kernels * (width // inner["conv_group_size"]), width)
+        shapes |= {
+            "candidate_selector.predecessor_codebook": codebook,
+            "candidate_selector.successor_codebook": codebook,
+            "candidate_selector.hidden_projection.weight": (inner["selector_rank"], width),
+        }
     for i in range(c["num_hidden_layers"]):
         shapes |= {f"layers.{i}.{name}": shape for name, shape in layer.items()}
     return _random(shapes, seed)
@@ -162,6 +182,20 @@ def drafter_tensors(config: Mapping[str, Any], seed: int = 1) -> dict[str, Tenso
 def as_stored(tensors: Mapping[str, Tensor], prefix: str = PUBLISHED) -> dict[str, Tensor]:
     """Parameters under the names of a layout; the head stands at the top level in all of them."""
     return {name if name == "lm_head.weight" else prefix + name: tensor for name, tensor in tensors.items()}
+
+
+def one_by_one(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The same, each expert's matrices by themselves."""
+    single: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        layer, fused, what = name.rpartition("experts.")
+        for e, matrix in enumerate(tensor if fused else ()):
+            parts = matrix.chunk(2) if what == "gate_up_proj" else (matrix,)
+            for leaf, part in zip(("gate_proj", "up_proj") if len(parts) == 2 else ("down_proj",), parts, strict=True):
+                single[f"{layer}experts.{e}.{leaf}.weight"] = part.clone()
+        if not fused:
+            single[name] = tensor
+    return single
 
 
 def extras(width: int = 32) -> dict[str, Tensor]:
@@ -243,6 +277,22 @@ def _block(width: int, inner: int) -> dict[str, tuple[int, ...]]:
         "mlp.gate_proj.weight": (inner, width),
         "mlp.up_proj.weight": (inner, width),
         "mlp.down_proj.weight": (width, inner),
+    }
+
+
+def _sparse_block(c: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    width, experts = c["hidden_size"], c["num_experts"]
+    inner, shared = c["moe_intermediate_size"], c["shared_expert_intermediate_size"]
+    return {
+        "input_layernorm.weight": (width,),
+        "post_attention_layernorm.weight": (width,),
+        "mlp.gate.weight": (experts, width),
+        "mlp.experts.gate_up_proj": (experts, 2 * inner, width),
+        "mlp.experts.down_proj": (experts, width, inner),
+        "mlp.shared_expert.gate_proj.weight": (shared, width),
+        "mlp.shared_expert.up_proj.weight": (shared, width),
+        "mlp.shared_expert.down_proj.weight": (width, shared),
+        "mlp.shared_expert_gate.weight": (1, width),
     }
 
 

@@ -4,12 +4,14 @@ The dense drafter has no cache and shares no code with the package: it looks at 
 block, decides visibility pair by pair, and reads nothing but a config and a state dict.
 """
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ddtree import drafters
 from ddtree.drafter import DFlashDrafter
 from ddtree.drafter_config import DFlashConfig
 
@@ -42,6 +44,19 @@ def raw_config(**changes: Any) -> dict[str, Any]:
     return raw | changes
 
 
+def raw_config2(*, dflash: dict[str, Any] | None = None, **changes: Any) -> dict[str, Any]:
+    """A published-style config of a tiny DFlash 2 drafter; `dflash` changes or adds keys of its inner table."""
+    sizes = {"conv_kernel_size": 2, "conv_group_size": 8, "selector_rank": 6, "selector_top_k": 5}
+    table = raw_config()["dflash_config"] | sizes | (dflash or {})
+    raw = raw_config(
+        architectures=["DFlash2DraftModel"],
+        is_causal=False,
+        layer_types=["sliding_attention"] * 2,
+        dflash_config={key: value for key, value in table.items() if value is not None},
+    )
+    return raw | changes
+
+
 def layered(*types: str, window: int = 8, **changes: Any) -> DFlashConfig:
     """A tiny config with these layer types, `s` for sliding and `f` for full."""
     listed = [{"s": "sliding_attention", "f": "full_attention"}[kind] for kind in types]
@@ -53,11 +68,12 @@ def layered(*types: str, window: int = 8, **changes: Any) -> DFlashConfig:
 def random_drafter(config: DFlashConfig, dtype: torch.dtype = torch.float64, seed: int = 0) -> DFlashDrafter:
     """A drafter with every parameter random, the norms around one."""
     generator = torch.Generator().manual_seed(seed)
-    drafter = DFlashDrafter(config)
+    drafter = drafters.build(config)
     with torch.no_grad():
         for name, parameter in drafter.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
-            parameter.copy_(1 + 0.1 * noise if "norm" in name else 0.2 * noise)
+            spread = 1.0 if "codebook" in name else 0.2
+            parameter.copy_(1 + 0.1 * noise if "norm" in name else spread * noise)
     return drafter.to(dtype)
 
 
@@ -123,12 +139,38 @@ def dense_hidden(weights: dict[str, Tensor], config: DFlashConfig, features: Ten
         layer = {name.removeprefix(f"layers.{i}."): w for name, w in weights.items() if name.startswith(f"layers.{i}.")}
         normed = _normed(x, layer["input_layernorm.weight"])
         seen = [[is_visible(config, kind, count + q, k) for k in range(count + len(block))] for q in range(len(block))]
-        x = x + _attended(layer, config, normed, torch.cat((context, normed)), torch.tensor(seen))
+        before, after = _convolutions(layer, "attention_conv", normed)
+        own = before(normed)
+        x = x + after(_attended(layer, config, own, torch.cat((context, own)), torch.tensor(seen)))
         normed = _normed(x, layer["post_attention_layernorm.weight"])
-        gate = normed @ layer["mlp.gate_proj.weight"].T
-        up = normed @ layer["mlp.up_proj.weight"].T
-        x = x + (gate / (1 + torch.exp(-gate)) * up) @ layer["mlp.down_proj.weight"].T
+        before, after = _convolutions(layer, "mlp_conv", normed)
+        gate = before(normed) @ layer["mlp.gate_proj.weight"].T
+        up = before(normed) @ layer["mlp.up_proj.weight"].T
+        x = x + after((gate / (1 + torch.exp(-gate)) * up) @ layer["mlp.down_proj.weight"].T)
     return _normed(x, weights["norm.weight"])
+
+
+def _convolutions(layer: dict[str, Tensor], name: str, normed: Tensor) -> list[Callable[[Tensor], Tensor]]:
+    """The convolutions of a sublayer's input and output, whose taps the normed input gives; neither, if it has none."""
+    if f"{name}.base_kernel" not in layer:
+        return [lambda rows: rows] * 2
+    base, dynamic = layer[f"{name}.base_kernel"], normed @ layer[f"{name}.kernel_projection.weight"].T
+    taps, width = base.shape[1:]
+    groups = dynamic.shape[1] // (2 * taps)
+
+    def of(which: int) -> Callable[[Tensor], Tensor]:
+        def convolve(rows: Tensor) -> Tensor:
+            out = torch.zeros_like(rows)
+            for t in range(len(rows)):
+                for c in range(width):
+                    for back in range(min(taps, t + 1)):
+                        column = (which * taps + back) * groups + c // (width // groups)
+                        out[t, c] += (base[which, back, c] + dynamic[t, column]) * rows[t - back, c]
+            return out
+
+        return convolve
+
+    return [of(0), of(1)]
 
 
 def _attended(layer: dict[str, Tensor], config: DFlashConfig, x: Tensor, rows: Tensor, seen: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ write is known without running any of our code, and its script spreads single ch
 import errno
 import io
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -84,12 +85,14 @@ def write_scribe(folder: Path, *, ending: bool = False, **changes: Any) -> Path:
     return write_tokenizer(folder)
 
 
-def write_random_pair(folder: Path, **changes: Any) -> tuple[Path, Path]:
+def write_random_pair(
+    folder: Path, *, drafter_config: Callable[..., dict[str, Any]] = ck.drafter_config, **changes: Any
+) -> tuple[Path, Path]:
     """A target and its drafter with random weights."""
     config = ck.target_config(vocab_size=VOCAB, eos_token_id=0) | changes
     wild = {name: 4 * tensor for name, tensor in ck.target_tensors(config).items()}
     target = ck.write(folder / "target", config, ck.as_stored(wild))
-    draft = ck.drafter_config(vocab_size=VOCAB)
+    draft = drafter_config(vocab_size=VOCAB)
     return write_tokenizer(target), ck.write(folder / "drafter", draft, ck.drafter_tensors(draft))
 
 

@@ -1,10 +1,12 @@
 """Windows over random trees: a verify only reads, and a commit leaves exactly what a fresh cache would hold."""
 
+from functools import partial
 from typing import NamedTuple
 
 import pytest
 import torch
 from tiny import (
+    EXPERTS,
     SMALL,
     TOLERANCE,
     gap,
@@ -25,6 +27,14 @@ from qwen_gdn import HybridCache, QwenGDN, Topology
 
 SIX = Topology([-1, 0, 0, 1, 1, 2])
 VISIBLE = ["100000", "110000", "101000", "110100", "110010", "101001"]
+
+
+@pytest.fixture(params=[{}, EXPERTS], ids=["dense", "experts"], autouse=True)
+def dense(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    monkeypatch.setitem(globals(), "tiny_model", partial(tiny_model, **request.param))
+    return not request.param
+
+
 BOTH = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 
 
@@ -136,9 +146,12 @@ def test_rotary_position_is_length_plus_depth_and_nodes_see_prefix_and_ancestors
 
 
 @BOTH
-def test_tokens_of_other_branches_change_nothing_bit_for_bit(dtype: torch.dtype) -> None:
-    """Every node's output, and what a commit of its path leaves, whatever its siblings and descendants hold."""
-    model, draw = tiny_model(6, dtype=dtype), seeded(7)
+def test_tokens_of_other_branches_change_nothing_bit_for_bit(dtype: torch.dtype, dense: bool) -> None:
+    """Every node's output, and what a commit of its path leaves, whatever its siblings and descendants hold.
+
+    An expert's product may be rounded by the number of rows that it gets.
+    """
+    model, draw, limit = tiny_model(6, dtype=dtype), seeded(7), 0.0 if dense else TOLERANCE[dtype]
     model.embed_tokens.weight[90:] *= 1e4  # the poison
     for topology in [SIX] + [random_topology(draw, 40, 8) for _ in range(8)]:
         case = make_case(model, draw, topology)
@@ -154,10 +167,10 @@ def test_tokens_of_other_branches_change_nothing_bit_for_bit(dtype: torch.dtype)
                 one = case.cache.fork()
                 hidden = model(tokens, one.branch(topology), capture=range(8))
                 for ours, theirs in zip((hidden.final, *hidden.captured), (clean.final, *clean.captured), strict=True):
-                    assert torch.equal(ours[:, path], theirs[:, path])
+                    assert gap(ours[:, path], theirs[:, path]) <= limit
                 one.commit(path)
                 left.append(memory_of(one))
-            assert same_bits(*left)
+            assert same_bits(*left) or (not dense and worst_gap(*left) <= limit)
 
 
 def test_nodes_in_any_topological_order_give_the_same_logits() -> None:

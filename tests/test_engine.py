@@ -15,6 +15,7 @@ import pytest
 import torch
 from proposers import PROPOSERS, Right, check_holds, check_same, emitted, small_model
 from tiny import (
+    EXPERTS,
     TOLERANCE,
     gap,
     memory_of,
@@ -83,6 +84,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "usual": {},
     "K is not V": {"linear_key_head_dim": 6, "linear_value_head_dim": 10},
     "narrow conv, one query head a key head": {"linear_conv_kernel_dim": 2, "num_key_value_heads": 4},
+    "experts": EXPERTS,
     "all delta": {"layer_types": ["linear_attention"] * 4},
     "tied, three value heads a key head": {"tie_word_embeddings": True, "linear_num_value_heads": 6},
 }

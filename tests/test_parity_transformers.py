@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tiny import fill, gap, oracle, randint, random_tokens, seeded
 from torch import Tensor
 
@@ -15,7 +16,8 @@ transformers = oracle("transformers")
 
 LINEAR, FULL = "linear_attention", "full_attention"
 LONGEST = 130
-# widths: hidden, intermediate, vocab; attention: heads, kv heads, head_dim; delta: key heads, value heads, K, V, W
+# widths: hidden, intermediate, vocab; attention: heads, kv heads, head_dim; delta: key heads, value heads, K, V, W;
+# experts: their number, how many a token goes to, their width and the shared one's
 CONFIGS: dict[str, dict[str, Any]] = {
     "ratio 2, as published": {
         "widths": (32, 48, 97),
@@ -60,6 +62,37 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "layer_types": [LINEAR] * 4 + [FULL] + [LINEAR] * 3,
         "eps": 1e-5,
     },
+    "2 of 8 experts, one by one": {
+        "widths": (32, None, 97),
+        "attention": (4, 2, 16),
+        "delta": (2, 4, 8, 8, 4),
+        "layer_types": [LINEAR, LINEAR, FULL],
+        "experts": (8, 2, 24, 40),
+    },
+    "every expert, half as wide as the model, fused": {
+        "widths": (32, None, 61),
+        "attention": (2, 2, 8),
+        "delta": (3, 3, 8, 8, 4),
+        "layer_types": [FULL, LINEAR],
+        "experts": (4, 4, 16, 16),
+        "fused": True,
+    },
+    "1 of 16 experts, as wide as the model, one by one": {
+        "widths": (24, None, 71),
+        "attention": (2, 1, 8),
+        "delta": (1, 2, 8, 4, 2),
+        "layer_types": [LINEAR, FULL],
+        "experts": (16, 1, 24, 8),
+        "tie_word_embeddings": True,
+    },
+    "3 of 5 experts of odd width, fused": {
+        "widths": (20, None, 50),
+        "attention": (2, 1, 8),
+        "delta": (1, 2, 8, 4, 3),
+        "layer_types": [LINEAR, FULL],
+        "experts": (5, 3, 7, 9),
+        "fused": True,
+    },
 }
 
 
@@ -82,9 +115,14 @@ def text_config(spec: dict[str, Any]) -> Any:
     heads, kv_heads, head_dim = spec["attention"]
     key_heads, value_heads, K, V, W = spec["delta"]
     rope = {"rope_theta": spec.get("theta", 1e4), "partial_rotary_factor": spec.get("factor", 0.25)}
-    return transformers.Qwen3_5TextConfig(
+    if "experts" in spec:
+        names = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size")
+        kind, inner = transformers.Qwen3_5MoeTextConfig, dict(zip(names, spec["experts"], strict=True))
+    else:
+        kind, inner = transformers.Qwen3_5TextConfig, {"intermediate_size": intermediate}
+    return kind(
+        **inner,
         hidden_size=hidden,
-        intermediate_size=intermediate,
         vocab_size=vocab,
         num_hidden_layers=len(spec["layer_types"]),
         layer_types=spec["layer_types"],
@@ -103,10 +141,17 @@ def text_config(spec: dict[str, Any]) -> Any:
 
 
 def make_pair(name: str, folder: Path, wild: float) -> Pair:
+    """Their model, saved as published, or with its experts fused where the spec says so."""
+    spec = CONFIGS[name]
+    kind = transformers.Qwen3_5MoeForCausalLM if "experts" in spec else transformers.Qwen3_5ForCausalLM
     with torch.random.fork_rng():
-        theirs = transformers.Qwen3_5ForCausalLM(text_config(CONFIGS[name])).eval()
+        theirs = kind(text_config(spec)).eval()
+    if "experts" in spec:
+        theirs.set_experts_implementation("eager")  # one expert after another, not by the grouped product that we use
     fill(theirs, seed=len(name), wild=wild)
-    theirs.save_pretrained(folder)
+    theirs.save_pretrained(folder, **({"save_original_format": False} if spec.get("fused") else {}))
+    stored = {tensor for file in folder.glob("*.safetensors") for tensor in load_file(file)}
+    assert any(".experts.0." in name for name in stored) == ("experts" in spec and not spec.get("fused"))
     return Pair(theirs, load_target(folder, dtype=torch.float32))
 
 

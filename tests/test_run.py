@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import checkpoints as ck
 import pytest
 import scribe
 import torch
@@ -269,6 +270,24 @@ def test_all_modes_and_budgets_write_the_same_tokens(run: Run, pair: list[object
         assert (ran["ids"], ran["text"]) == (plain["ids"], plain["text"])
         assert (ran["settings"]["mode"], ran["settings"]["budget"]) == (mode, budget)
         assert ran["settings"]["dtype"] == dtype
+
+
+@pytest.mark.parametrize("engine", ["eager", "graph"])
+def test_a_drafter_of_the_second_generation_needs_no_option_but_its_name(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str
+) -> None:
+    for module in ("qwen_gdn.program_set", "ddtree.recorded_drafter"):
+        monkeypatch.setattr(f"{module}.compiled", lambda function: function)
+    target, drafter = scribe.write_random_pair(tmp_path, drafter_config=ck.drafter_config2)
+    ask = ["--target", target, "--drafter", drafter, "--prompt", "class", "--max-new-tokens", 16, "--dtype", "float64"]
+    ask += ["--engine", engine, "--json"]
+    plain = run(*ask, "--mode", "plain").json
+    for mode, budget in (("tree", 6), ("chain", 3)):
+        ran = run(*ask, "--mode", mode, "--budget", budget).json
+        assert (ran["ids"], ran["settings"]["mode"]) == (plain["ids"], mode)
+        assert ran["figures"]["drafted"] > budget
+    refused = run(*ask, "--target", "bundled")
+    assert refused.status == 2 and "take the drafter of this target" in refused.err
 
 
 def test_modes_draft_what_they_say(run: Run, pair: list[object]) -> None:

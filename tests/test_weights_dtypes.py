@@ -66,16 +66,6 @@ def test_scales_beside_a_weight_are_refused_as_quantised(tmp_path: Path) -> None
         load_target(tmp_path)
 
 
-@pytest.mark.parametrize("at_root", [True, False])
-def test_a_config_that_says_quantised_is_refused_by_the_name_of_the_method(tmp_path: Path, at_root: bool) -> None:
-    config = ck.target_config()
-    method = {"quantization_config": {"quant_method": "fp8"}}
-    raw = ck.nested(config, **method) if at_root else ck.nested(config | method)
-    ck.write(tmp_path, raw, ck.as_stored(ck.target_tensors(config)))
-    with pytest.raises(CheckpointError, match=r"quantised \(fp8\)"):
-        load_target(tmp_path)
-
-
 def test_integer_tensors_are_refused(tmp_path: Path) -> None:
     tensors = ck.target_tensors(ck.target_config())
     ck.write_target(tmp_path, tensors | {"norm.weight": torch.ones(32, dtype=torch.int32)})

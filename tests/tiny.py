@@ -15,6 +15,13 @@ from qwen_gdn import HybridCache, KVCache, ModelConfig, QwenGDN, Topology
 
 PATTERN = ("linear_attention", "linear_attention", "linear_attention", "full_attention")
 SMALL = ("linear_attention", "full_attention", "linear_attention")
+EXPERTS = {
+    "model_type": "qwen3_5_moe_text",
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 20,
+}  # what makes a tiny model one with experts
 TOLERANCE = {torch.float32: 2e-5, torch.float64: 1e-10}
 
 

@@ -12,7 +12,7 @@ Config_co = TypeVar("Config_co", covariant=True)
 
 
 class ConfigKind(Protocol[Config_co]):
-    """A class of configs, as `ModelConfig` and `DFlashConfig` are."""
+    """What reads configs: a class of them, as `ModelConfig` is, or a module for several, as `ddtree.drafters` is."""
 
     def from_folder(self, path: str | Path) -> Config_co:
         """Reads `config.json` of a folder; FileNotFoundError, or ValueError that names the file."""

@@ -3,42 +3,52 @@
 Host memory holds one tensor beyond the module itself, whatever the size of the checkpoint.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from qwen_gdn.quantised import BlockFP8
+
+from .eight_bits import FP8
+from .eight_bits import faults as eight_bit_faults
 from .files import CheckpointError, listed
-from .names import EMBEDDING, HEAD, Plan, is_quantised, needs_float32
+from .names import EMBEDDING, HEAD, SCALES, Plan, is_quantised, needs_float32
 from .shards import Listing, Stored, read_tensors, same_values
+from .slots import Slot
 
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
 _QUANTISED_DTYPES = ("F8_", "F6_", "F4")
 _MOST = 6  # faults spelled out in one message
 
 
-def check(folder: Path, module: nn.Module, plan: Plan, listing: Listing) -> None:
-    """Checks names, dtypes and shapes against the module, and a stored head of a tied model against its embedding.
+def check(folder: Path, slots: Mapping[str, Slot], plan: Plan, listing: Listing, form: BlockFP8 | None = None) -> None:
+    """Checks names, dtypes and shapes against a module's slots, and a tied model's stored head against its embedding.
+
+    Args:
+        form: how the config says that weights are stored in eight bits, if they are.
 
     Raises:
         CheckpointError: something does not fit. All faults of one check are in one line, with their files.
     """
     stored, absent = listing
     used = {name for names in plan.doubled.values() for name in names}
-    used |= {*plan.sources.values(), *plan.unknown, *(plan.tied_head or ())}
+    used |= {*plan.sources.values(), *plan.unknown, *plan.scales.values(), *(plan.tied_head or ())}
     lost = sorted(used & absent.keys())
     if lost:
         raise CheckpointError(f"{absent[lost[0]]} is missing, with {listed(lost)}; fetch the checkpoint again")
-    quantised = [n for n in used if stored[n].dtype.startswith(_QUANTISED_DTYPES) or is_quantised(n)]
+    known = {name for name in used if stored[name].dtype == FP8 or name.endswith(SCALES)} if form else set()
+    quantised = [n for n in used - known if stored[n].dtype.startswith(_QUANTISED_DTYPES) or is_quantised(n)]
     if quantised:
         name = min(quantised)
         raise CheckpointError(
-            f"{stored[name].file} is quantised ({name} is {stored[name].dtype}), which is not read here; "
-            "use the BF16 release"
+            f"{stored[name].file} is quantised ({name} is {stored[name].dtype}) in a way that config.json does not "
+            "state or that is not read here; use the BF16 or the FP8 release"
         )
-    faults = [*_name_faults(folder, plan, stored), *_content_faults(module, plan, stored)]
+    faults = [*_name_faults(folder, plan, stored), *_content_faults(slots, plan, stored, known)]
+    faults += eight_bit_faults(folder, form, slots, plan, stored) if form else ()
     if faults:
         more = f"; and {len(faults) - _MOST} more faults" if len(faults) > _MOST else ""
         remedy = "config.json and weights do not belong together: fetch both again, or correct config.json"
@@ -54,34 +64,34 @@ def check(folder: Path, module: nn.Module, plan: Plan, listing: Listing) -> None
 
 def fill(
     module: nn.Module,
-    sources: Mapping[str, str],
+    places: Mapping[str, Slot],
     stored: Mapping[str, Stored],
     device: torch.device,
     dtype: torch.dtype,
+    expand: Mapping[str, Callable[[Tensor], Tensor]],
 ) -> None:
     """Replaces every parameter by its tensor, converted, without gradient; bytes read show on a terminal's stderr.
 
     Args:
-        sources: parameter name -> tensor name.
+        places: tensor name -> the slot that it fills; together they fill every parameter.
         stored: tensor name -> where it lies.
+        expand: name of a tensor stored in eight bits -> what makes numbers of it.
 
     Raises:
         CheckpointError: a file can no longer be read, or a value is not finite or too large for the dtype.
     """
-    parameters = {name: parameter for parameter, name in sources.items()}
     by_file: dict[Path, list[str]] = {}
     for name, entry in stored.items():
         by_file.setdefault(entry.file, []).append(name)
+    for name in {slot.parameter for slot in places.values() if slot.part is not None}:
+        _set(module, name, torch.empty(module.get_parameter(name).shape, dtype=dtype, device=device))
     total = sum(entry.nbytes for entry in stored.values())
     with tqdm(total=total, desc="loading", unit="B", unit_scale=True, unit_divisor=1024, disable=None) as bar:
         for file, names in by_file.items():
             finite: dict[str, Tensor] = {}
             for name, tensor in read_tensors(file, names):
-                path, _, leaf = parameters[name].rpartition(".")
-                wide = torch.promote_types(dtype, torch.float32) if needs_float32(parameters[name]) else dtype
-                value = _converted(tensor, device, wide)
-                finite[name] = _is_finite(value)
-                setattr(module.get_submodule(path), leaf, nn.Parameter(value, requires_grad=False))
+                numbers = expand[name](tensor.to(device)) if name in expand else tensor
+                finite[name] = _is_finite(_put(module, places[name], numbers, device, dtype))
                 bar.update(stored[name].nbytes)
             _check_finite(file, finite, dtype)
 
@@ -115,17 +125,34 @@ def _as_stored(plan: Plan) -> list[str]:
     return plan.missing
 
 
-def _content_faults(module: nn.Module, plan: Plan, stored: Mapping[str, Stored]) -> Iterator[str]:
-    shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
-    wanted = [(name, shapes[parameter]) for parameter, name in plan.sources.items()]
+def _content_faults(
+    slots: Mapping[str, Slot], plan: Plan, stored: Mapping[str, Stored], known: Collection[str]
+) -> Iterator[str]:
+    wanted = [(name, slots[slot].shape) for slot, name in plan.sources.items()]
     if plan.tied_head is not None:
-        wanted.append((plan.tied_head[0], shapes[EMBEDDING]))
+        wanted.append((plan.tied_head[0], slots[EMBEDDING].shape))
     for name, shape in wanted:
         entry = stored[name]
-        if entry.dtype not in DTYPES:
+        if entry.dtype not in DTYPES and name not in known:
             yield f"{entry.file}: {name} is {entry.dtype}, none of the types {', '.join(DTYPES)}"
         if entry.shape != shape:
             yield f"{entry.file}: {name} has shape {list(entry.shape)}, but config.json asks for {list(shape)}"
+
+
+def _put(module: nn.Module, slot: Slot, tensor: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Fills a slot and returns what it holds now."""
+    if slot.part is not None:
+        expert, rows = slot.part
+        return module.get_parameter(slot.parameter)[expert, rows].copy_(tensor)
+    wide = torch.promote_types(dtype, torch.float32) if needs_float32(slot.parameter) else dtype
+    value = _converted(tensor, device, wide)
+    _set(module, slot.parameter, value)
+    return value
+
+
+def _set(module: nn.Module, name: str, value: Tensor) -> None:
+    path, _, leaf = name.rpartition(".")
+    setattr(module.get_submodule(path), leaf, nn.Parameter(value, requires_grad=False))
 
 
 def _converted(tensor: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
@@ -146,6 +173,7 @@ def _check_finite(file: Path, finite: Mapping[str, Tensor], dtype: torch.dtype) 
     flags = torch.stack(tuple(finite.values()))
     broken = [] if flags.is_meta else [name for name, fine in zip(finite, flags.tolist(), strict=True) if not fine]
     for name, tensor in read_tensors(file, broken[:1]):
+        tensor = tensor.float() if tensor.dtype.itemsize == 1 else tensor
         if bool(_is_finite(tensor)):
             raise CheckpointError(f"{file}: {name} has values that {dtype} cannot hold; ask for a wider dtype")
         wrong = (~tensor.isfinite()).sum()

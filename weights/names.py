@@ -17,7 +17,8 @@ MTP_PREFIX = "mtp."
 # What the model itself does not use: the vision tower, the multi-token-prediction module, recomputed buffers.
 _TARGET_SKIPPED_PREFIXES = ("model.visual.", "visual.", MTP_PREFIX)
 _SKIPPED_SUFFIX = "rotary_emb.inv_freq"
-_QUANTISED_SUFFIXES = ("_scale_inv", ".weight_scale", ".input_scale", ".qweight", ".qzeros", ".scales", ".g_idx")
+SCALES = "_scale_inv"
+_QUANTISED_SUFFIXES = (SCALES, ".weight_scale", ".input_scale", ".qweight", ".qzeros", ".scales", ".g_idx")
 
 # Kept in float32 at least, whatever dtype is asked: the decay and the gated norm are computed there.
 _FLOAT32_SUFFIXES = ("linear_attn.A_log", "linear_attn.dt_bias", "linear_attn.norm.weight")
@@ -33,6 +34,7 @@ class Plan(NamedTuple):
         doubled: parameter name -> all tensor names, for those that several tensors would fill.
         unknown: tensors that no rule covers.
         missing: parameters that no tensor fills.
+        scales: tensor name -> name of the scales that are stored beside it.
         tied_head: tensor names of a stored head and of the embedding it must equal, or None.
         skipped: rule -> number of tensors that it left out.
     """
@@ -41,6 +43,7 @@ class Plan(NamedTuple):
     doubled: dict[str, list[str]]
     unknown: list[str]
     missing: list[str]
+    scales: dict[str, str]
     tied_head: tuple[str, str] | None
     skipped: Counter[str]
 
@@ -94,11 +97,14 @@ def plan(stored: Iterable[str], parameters: Collection[str], skip: Skip, rename:
     skipped: Counter[str] = Counter()
     fills: dict[str, list[str]] = {}
     unknown = []
+    scales: dict[str, str] = {}
     for name in stored:
         rule = skip(name)
         parameter = rename(name)
         if rule is not None:
             skipped[rule] += 1
+        elif parameter is not None and parameter.removesuffix(SCALES) in parameters and name.endswith(SCALES):
+            scales[name.removesuffix(SCALES)] = name
         elif parameter is not None and (parameter in parameters or parameter == HEAD):
             fills.setdefault(parameter, []).append(name)
         else:
@@ -111,6 +117,7 @@ def plan(stored: Iterable[str], parameters: Collection[str], skip: Skip, rename:
         doubled={parameter: names for parameter, names in fills.items() if len(names) > 1},
         unknown=unknown,
         missing=[name for name in parameters if name not in fills],
+        scales=scales,
         tied_head=tied_head,
         skipped=skipped,
     )

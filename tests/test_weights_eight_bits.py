@@ -1,0 +1,219 @@
+"""Checkpoints in eight bits: what a block's scale makes of its numbers, and every way in which the two can disagree."""
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import checkpoints as ck
+import pytest
+import torch
+from tiny import EXPERTS
+from torch import Tensor
+
+from qwen_gdn import ModelConfig
+from weights import CheckpointError, load_target
+
+FORM = {
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [128, 128],
+    "modules_to_not_convert": ["lm_head", "model.language_model.layers.0.linear_attn.in_proj_a"],
+}
+PLAIN = ("embed_tokens", "lm_head", "in_proj_a", "in_proj_b", "mlp.gate.", "shared_expert_gate")
+UP = "model.language_model.layers.1.mlp.up_proj.weight"
+
+
+def config(**changes: Any) -> dict[str, Any]:
+    """Wide enough that matrices have several blocks, the last of them partial."""
+    return ck.target_config(layer_types="lf", hidden_size=200, intermediate_size=300, **changes)
+
+
+def quantised(tensors: Mapping[str, Tensor], block: tuple[int, int] = (128, 128)) -> dict[str, Tensor]:
+    """As published: matrices of linear maps in E4M3, beside each the bfloat16 scale of every block."""
+    stored: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if tensor.dim() != 2 or any(part in name for part in PLAIN):
+            stored[name] = tensor.bfloat16()
+            continue
+        rows, columns = (-(-size // step) for size, step in zip(tensor.shape, block, strict=True))
+        scales = torch.empty(rows, columns, dtype=torch.bfloat16)
+        numbers = torch.empty(tensor.shape, dtype=torch.float8_e4m3fn)
+        for i in range(rows):
+            for j in range(columns):
+                where = slice(i * block[0], (i + 1) * block[0]), slice(j * block[1], (j + 1) * block[1])
+                scales[i, j] = tensor[where].abs().max() / 448
+                numbers[where] = (tensor[where] / scales[i, j].float()).to(torch.float8_e4m3fn)
+        stored |= {name: numbers, name + "_scale_inv": scales}
+    return stored
+
+
+def by_hand(stored: Mapping[str, Tensor], block: tuple[int, int] = (128, 128)) -> dict[str, Tensor]:
+    """What the weights are, number by number in float32."""
+    found = {name: tensor.float() for name, tensor in stored.items() if not name.endswith("_scale_inv")}
+    for name in found:
+        if name + "_scale_inv" in stored:
+            scales = stored[name + "_scale_inv"].float()
+            rows = torch.arange(found[name].shape[0]) // block[0]
+            columns = torch.arange(found[name].shape[1]) // block[1]
+            found[name] = found[name] * scales[rows][:, columns]
+    return found
+
+
+def write(folder: Path, stored: Mapping[str, Tensor], *, form: Any = FORM, raw: dict[str, Any] | None = None) -> Path:
+    return ck.write(folder, ck.nested(raw or config(), quantization_config=form), ck.as_stored(stored))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("block", [(128, 128), (32, 64)])
+def test_weights_are_their_numbers_times_their_blocks_scale(
+    tmp_path: Path, dtype: torch.dtype, block: tuple[int, int], caplog: pytest.LogCaptureFixture
+) -> None:
+    original = ck.target_tensors(config())
+    stored = quantised(original, block)
+    folder = write(tmp_path, stored, form=FORM | {"weight_block_size": list(block)})
+    with caplog.at_level(logging.WARNING, logger="weights"):
+        model = load_target(folder, dtype=dtype)
+    wanted = by_hand(stored, block)
+    ck.assert_holds(model, wanted, dtype)
+    assert max((wanted[name] - original[name]).abs().max() / original[name].abs().max() for name in wanted) < 0.05
+    taken = sum(t.numel() for t in stored.values() if t.dtype == torch.float8_e4m3fn) * dtype.itemsize
+    assert f"expanded to {dtype}, {taken / 2**30:.2f} GiB" in caplog.text
+
+
+def test_single_experts_in_eight_bits_fill_the_fused_ones(tmp_path: Path) -> None:
+    raw = config(**EXPERTS)
+    tensors = ck.target_tensors(raw)
+    single = quantised(ck.one_by_one(tensors))
+    assert single["layers.0.mlp.experts.3.down_proj.weight"].dtype == torch.float8_e4m3fn
+    model = load_target(write(tmp_path, single, raw=raw), dtype=torch.float32)
+    wanted = by_hand(single)
+    for name, parameter in model.named_parameters():
+        if "experts." not in name or "shared" in name:
+            assert torch.equal(parameter, wanted[name]), name
+            continue
+        layer = name.rpartition("experts.")[0] + "experts."
+        leaves = ("gate_proj", "up_proj") if name.endswith("gate_up_proj") else ("down_proj",)
+        for e in range(8):
+            assert torch.equal(parameter[e], torch.cat([wanted[f"{layer}{e}.{leaf}.weight"] for leaf in leaves])), name
+
+
+def test_scales_may_lie_in_another_file(tmp_path: Path) -> None:
+    stored = quantised(ck.target_tensors(config()))
+    named = ck.as_stored(stored)
+    scales = [name for name in named if name.endswith("_scale_inv")]
+    files = {"a.safetensors": [name for name in named if name not in scales], "b.safetensors": scales}
+    ck.write(tmp_path, ck.nested(config(), quantization_config=FORM), named, files)
+    ck.assert_holds(load_target(tmp_path), by_hand(stored))
+
+
+def test_float32_scales_and_an_unsaid_format_are_read(tmp_path: Path) -> None:
+    stored = quantised(ck.target_tensors(config()))
+    stored = {name: t.float() if name.endswith("_scale_inv") else t for name, t in stored.items()}
+    form = {key: value for key, value in FORM.items() if key not in ("fmt", "modules_to_not_convert")}
+    ck.assert_holds(load_target(write(tmp_path, stored, form=form)), by_hand(stored))
+
+
+def faulty(fault: str) -> dict[str, Tensor]:
+    stored = quantised(ck.target_tensors(config()))
+    name = "layers.1.mlp.up_proj.weight"
+    scales = name + "_scale_inv"
+    match fault:
+        case "no scales":
+            del stored[scales]
+        case "a row of scales too few":
+            stored[scales] = stored[scales][1:].clone()
+        case "scales turned":
+            stored[scales] = stored[scales].T.contiguous()
+        case "scale of no number":
+            stored[scales][0, 1] = torch.nan
+        case "infinite scale":
+            stored[scales][0, 1] = torch.inf
+        case "scales of another type":
+            stored[scales] = stored[scales].half()
+        case "scales of a plain weight":
+            stored[name] = stored[name].bfloat16()
+        case "scales without a weight":
+            del stored[name]
+        case "scales of nothing":
+            stored["layers.9.mlp.up_proj.weight_scale_inv"] = stored[scales].clone()
+        case "number of no value":
+            stored[name].view(torch.uint8)[3, 5] = 0x7F
+        case "another eight-bit type":
+            stored[name] = stored[name].float().to(torch.float8_e5m2)
+        case "filter in eight bits":
+            conv = "layers.0.linear_attn.conv1d.weight"
+            stored[conv] = stored[conv].float().to(torch.float8_e4m3fn)
+        case "excluded module in eight bits":
+            excluded = "layers.0.linear_attn.in_proj_a.weight"
+            stored |= {
+                excluded: stored[excluded].float().to(torch.float8_e4m3fn),
+                excluded + "_scale_inv": torch.ones(1, 2, dtype=torch.bfloat16),
+            }
+        case "nothing in eight bits":
+            return {key: t.bfloat16() for key, t in ck.target_tensors(config()).items()}
+    return stored
+
+
+SCALES = UP.replace(".", r"\.") + "_scale_inv"
+WEIGHT = UP.replace(".", r"\.")
+FAULTS = {
+    "no scales": rf"{WEIGHT} is F8_E4M3, but {SCALES} is stored nowhere",
+    "a row of scales too few": rf"{SCALES} has shape \[2, 2\], but .* of \[300, 200\] in blocks .* needs \[3, 2\]",
+    "scales turned": rf"{SCALES} has shape \[2, 3\], but .* needs \[3, 2\]",
+    "scale of no number": rf"{SCALES} has 1 values of 6 that are NaN or infinite",
+    "infinite scale": rf"{SCALES} has 1 values of 6 that are NaN or infinite",
+    "scales of another type": rf"{SCALES} is F16, none of the types BF16, F32",
+    "scales of a plain weight": rf"{SCALES} is stored, but {WEIGHT} is BF16, not F8_E4M3",
+    "scales without a weight": rf"lacks {WEIGHT} .*{SCALES} is stored, but {WEIGHT} is not there",
+    "scales of nothing": r"no place for: model\.language_model\.layers\.9\.mlp\.up_proj\.weight_scale_inv",
+    "number of no value": rf"{WEIGHT} has 1 values of 60000 that are NaN",
+    "another eight-bit type": rf"quantised \({WEIGHT} is F8_E5M2\)",
+    "filter in eight bits": r"conv1d\.weight is F8_E4M3, which only matrices can be",
+    "excluded module in eight bits": r"in_proj_a\.weight is F8_E4M3, but modules_to_not_convert of config\.json names",
+    "nothing in eight bits": r"/config\.json says that weights are stored as F8_E4M3, but none is",
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_is_wrong_with_eight_bits_is_named_in_one_line(tmp_path: Path, fault: str) -> None:
+    with pytest.raises(CheckpointError, match=FAULTS[fault]) as error:
+        load_target(write(tmp_path, faulty(fault)))
+    assert "\n" not in str(error.value) and str(tmp_path) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("form", "words"),
+    [
+        ({"quant_method": "awq"}, r"quantised \(awq\)"),
+        ("gptq", r"quantised \(gptq\)"),
+        (FORM | {"fmt": "e5m2"}, "fmt 'e5m2'"),
+        (FORM | {"activation_scheme": "static"}, "activation_scheme 'static'"),
+        (FORM | {"activation_scheme": None}, "activation_scheme"),
+        (FORM | {"weight_block_size": None}, "weight_block_size is missing"),
+        (FORM | {"weight_block_size": [128]}, r"weight_block_size must be two sizes.*\[128\]"),
+        (FORM | {"weight_block_size": [128, 0]}, "weight_block_size must be an integer from 1"),
+        (FORM | {"weight_per_tensor": True}, "weight_per_tensor True"),
+        (FORM | {"modules_to_not_convert": [7]}, "modules_to_not_convert must hold names"),
+    ],
+)
+@pytest.mark.parametrize("at_root", [True, False])
+def test_other_ways_to_quantise_are_refused_by_name(form: Any, words: str, at_root: bool) -> None:
+    text = config()
+    raw = ck.nested(text, quantization_config=form) if at_root else ck.nested(text | {"quantization_config": form})
+    with pytest.raises(ValueError, match=words):
+        ModelConfig.from_dict(raw)
+
+
+def test_root_and_text_part_must_say_the_same() -> None:
+    text = config() | {"quantization_config": FORM}
+    same = ModelConfig.from_dict(ck.nested(text, quantization_config=FORM))
+    assert same.quantization is not None and same.quantization.block == (128, 128)
+    with pytest.raises(ValueError, match="quantization_config at the root differs"):
+        ModelConfig.from_dict(ck.nested(text, quantization_config=FORM | {"fmt": None}))
+
+
+def test_eight_bits_that_the_config_does_not_state_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"quantised \(model\..* is F8_E4M3\) in a way that config"):
+        load_target(write(tmp_path, quantised(ck.target_tensors(config())), form=None))

@@ -1,0 +1,99 @@
+"""Weights stored in eight bits: what must stand beside them, and what they come to.
+
+A weight is in eight bits if and only if its file says F8_E4M3; its numbers mean nothing without its scales, so neither
+is ever read without the other.
+"""
+
+from collections.abc import Iterator, Mapping
+from math import ceil
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from qwen_gdn.quantised import BlockFP8
+
+from .files import CheckpointError, listed
+from .names import SCALES, Plan
+from .shards import Stored, read_tensors
+from .slots import Slot
+
+FP8 = "F8_E4M3"
+_SCALE_DTYPES = ("BF16", "F32")
+_ROWS = 16  # blocks of rows that are expanded at once
+
+
+def faults(
+    folder: Path, form: BlockFP8, slots: Mapping[str, Slot], plan: Plan, stored: Mapping[str, Stored]
+) -> Iterator[str]:
+    """What does not fit between eight-bit weights, their scales and the config, each fault in words."""
+    weights = {name: slots[slot] for slot, name in plan.sources.items() if stored[name].dtype == FP8}
+    if not weights:
+        yield f"{folder / 'config.json'} says that weights are stored as {FP8}, but none is"
+    for name, slot in weights.items():
+        entry, scales = stored[name], plan.scales.get(name)
+        if len(slot.shape) != 2:
+            yield f"{entry.file}: {name} is {FP8}, which only matrices can be"
+        elif scales is None:
+            yield f"{entry.file}: {name} is {FP8}, but {name + SCALES} is stored nowhere"
+        else:
+            yield from _scale_faults(form, name, slot, scales, stored[scales])
+        if name.removesuffix(".weight") in form.excluded:
+            yield f"{entry.file}: {name} is {FP8}, but modules_to_not_convert of config.json names its module"
+    for weight, scales in plan.scales.items():
+        if weight not in weights:
+            what = stored[weight].dtype if weight in stored else "not there"
+            yield f"{stored[scales].file}: {scales} is stored, but {weight} is {what}, not {FP8}"
+
+
+def _scale_faults(form: BlockFP8, name: str, slot: Slot, scales: str, entry: Stored) -> Iterator[str]:
+    wanted = tuple(ceil(size / block) for size, block in zip(slot.shape, form.block, strict=True))
+    if entry.shape != wanted:
+        yield (
+            f"{entry.file}: {scales} has shape {list(entry.shape)}, but {name} of {list(slot.shape)} in blocks of "
+            f"{list(form.block)} needs {list(wanted)}"
+        )
+    if entry.dtype not in _SCALE_DTYPES:
+        yield f"{entry.file}: {scales} is {entry.dtype}, none of the types {', '.join(_SCALE_DTYPES)}"
+
+
+def read_scales(plan: Plan, stored: Mapping[str, Stored]) -> dict[str, Tensor]:
+    """The scales of each eight-bit weight, by its name.
+
+    Raises:
+        CheckpointError: a file can no longer be read, or a scale is no finite number.
+    """
+    weights = {scales: weight for weight, scales in plan.scales.items()}
+    found: dict[str, Tensor] = {}
+    for file in {stored[scales].file for scales in weights}:
+        for scales, tensor in read_tensors(file, [name for name in weights if stored[name].file == file]):
+            wrong = int((~tensor.isfinite()).sum())
+            if wrong:
+                raise CheckpointError(
+                    f"{file}: {scales} has {wrong} values of {tensor.numel()} that are NaN or infinite; fetch it again"
+                )
+            found[weights[scales]] = tensor.clone()
+    return found
+
+
+def expanded(weight: Tensor, scales: Tensor, block: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    """weight · scale, multiplied in float32 and rounded once; a part of the rows at a time, to hold little beside it.
+
+    Args:
+        weight: float8_e4m3fn [rows, columns].
+        scales: [rows / block, columns / block], rounded up.
+    """
+    tall, wide = block
+    out = torch.empty(weight.shape, dtype=dtype, device=weight.device)
+    across = scales.to(weight.device, torch.float32).repeat_interleave(wide, 1)[:, : weight.shape[1]]
+    for part, by, into in zip(weight.split(tall * _ROWS), across.split(_ROWS), out.split(tall * _ROWS), strict=True):
+        into.copy_(part.float() * by.repeat_interleave(tall, 0)[: len(part)])
+    return out
+
+
+def announcement(plan: Plan, stored: Mapping[str, Stored], dtype: torch.dtype) -> str:
+    """What expanding a checkpoint's eight-bit weights takes, in words; empty if it has none."""
+    weights = [stored[name] for name in plan.sources.values() if stored[name].dtype == FP8]
+    taken = sum(entry.nbytes for entry in weights) * dtype.itemsize
+    files = listed(sorted({entry.file.name for entry in weights}), most=2)
+    return f"{files}: weights in eight bits are expanded to {dtype}, {taken / 2**30:.2f} GiB" if weights else ""
