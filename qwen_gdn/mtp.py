@@ -1,4 +1,4 @@
-"""The multi-token-prediction module that dense Qwen3.5/3.6/3.8 checkpoints carry beside the model, as `mtp.*`.
+"""The multi-token-prediction module that Qwen3.5/3.6/3.8 checkpoints carry beside the model, as `mtp.*`.
 
 It reads the model's state after a token, and the token that follows, and predicts the one after that. It owns
 neither embedding nor head: those are the model's.
@@ -61,15 +61,10 @@ class MTP(nn.Module):
 
 
 def _check(raw: Mapping[str, Any]) -> None:
-    """Refuses a config without an MTP module, or with one that is not dense, of one layer and without embedding."""
+    """Refuses a config without an MTP module, or with one that is not of one layer and without embedding."""
     root = Stated("config", raw)
     text = root.inner("text_config") if "text_config" in raw else root
-    experts, count = text.maybe("num_experts", int), text.maybe("mtp_num_hidden_layers", int)
-    if experts:
-        raise text.error(
-            f"num_experts is {experts}: the MTP module of a mixture of experts is not read here; use a dense target "
-            "or another drafter"
-        )
+    count = text.maybe("mtp_num_hidden_layers", int)
     if not count:
         raise text.error(
             "mtp_num_hidden_layers is missing or 0, so this checkpoint has no MTP module; use a release "

@@ -89,7 +89,7 @@ def target_tensors(config: Mapping[str, Any], seed: int = 0) -> dict[str, Tensor
 
 
 def mtp_tensors(config: Mapping[str, Any], seed: int = 2) -> dict[str, Tensor]:
-    """Random float32 tensors of the MTP module beside a dense target, by their names in a checkpoint."""
+    """Random float32 tensors of the MTP module beside a target, by their names in a checkpoint."""
     c = config
     width, head = c["hidden_size"], c["head_dim"]
     queries, groups = c["num_attention_heads"] * head, c["num_key_value_heads"] * head
@@ -100,7 +100,7 @@ def mtp_tensors(config: Mapping[str, Any], seed: int = 2) -> dict[str, Tensor]:
         "self_attn.o_proj.weight": (width, queries),
         "self_attn.q_norm.weight": (head,),
         "self_attn.k_norm.weight": (head,),
-    } | _block(width, c["intermediate_size"])
+    } | (_sparse_block(c) if "num_experts" in c else _block(width, c["intermediate_size"]))
     shapes: dict[str, tuple[int, ...]] = {
         "mtp.fc.weight": (width, 2 * width),
         "mtp.pre_fc_norm_embedding.weight": (width,),

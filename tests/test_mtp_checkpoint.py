@@ -9,6 +9,7 @@ import checkpoints as ck
 import pytest
 import scribe
 import torch
+from tiny import EXPERTS
 from torch import Tensor
 
 import ddtree.run as cli
@@ -47,6 +48,16 @@ def test_the_module_of_a_published_layout_holds_its_tensors(tmp_path: Path, flat
     ck.assert_holds(load_target(folder, dtype=dtype), ck.target_tensors(CONFIG), dtype)
 
 
+@pytest.mark.parametrize("layout", [dict, ck.one_by_one], ids=["fused", "one by one"])
+def test_the_module_of_a_mixture_holds_its_experts(tmp_path: Path, layout: Callable[[Any], dict[str, Tensor]]) -> None:
+    config = CONFIG | EXPERTS
+    stored = layout(stored_tensors(config))
+    mtp, report = read_mtp(ck.write(tmp_path, ck.nested(config), stored))
+    wanted = {name.removeprefix("mtp."): tensor for name, tensor in ck.mtp_tensors(config).items()}
+    assert len(wanted) == 19 and report.tensors == sum(name.startswith("mtp.") for name in stored)
+    ck.assert_holds(mtp, wanted)
+
+
 def test_a_module_in_a_file_of_its_own_needs_no_other(tmp_path: Path) -> None:
     stored, own = stored_tensors(), list(ck.mtp_tensors(CONFIG))
     files = {"layers.safetensors": [name for name in stored if name not in own], "mtp.safetensors": own}
@@ -65,7 +76,7 @@ def test_a_module_in_a_file_of_its_own_needs_no_other(tmp_path: Path) -> None:
         ({"mtp_num_hidden_layers": 2}, "mtp_num_hidden_layers 2 is not supported"),
         ({"mtp_num_hidden_layers": "1"}, "mtp_num_hidden_layers must be of type int"),
         ({"mtp_use_dedicated_embeddings": True}, "mtp_use_dedicated_embeddings true is not supported"),
-        ({"num_experts": 8}, "num_experts is 8: the MTP module of a mixture of experts is not read here"),
+        ({"num_experts": 8}, "num_experts 8 is not supported"),
         ({"head_dim": None}, "head_dim is missing or null"),
     ],
 )
