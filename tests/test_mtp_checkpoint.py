@@ -76,7 +76,6 @@ def test_a_module_in_a_file_of_its_own_needs_no_other(tmp_path: Path) -> None:
         ({"mtp_num_hidden_layers": 2}, "mtp_num_hidden_layers 2 is not supported"),
         ({"mtp_num_hidden_layers": "1"}, "mtp_num_hidden_layers must be of type int"),
         ({"mtp_use_dedicated_embeddings": True}, "mtp_use_dedicated_embeddings true is not supported"),
-        ({"num_experts": 8}, "num_experts 8 is not supported"),
         ({"head_dim": None}, "head_dim is missing or null"),
     ],
 )
