@@ -12,6 +12,8 @@ from .drafter import DFlashDrafter
 from .drafter_config import DFlashConfig
 
 _CONFIGS: tuple[type[DFlashConfig], ...] = (DFlashConfig, DFlash2Config)
+ARCHITECTURES = tuple(kind.architecture for kind in _CONFIGS)
+"""What the configs of drafters that are read here name."""
 
 
 def from_dict(raw: Mapping[str, Any]) -> DFlashConfig:
@@ -25,8 +27,7 @@ def from_dict(raw: Mapping[str, Any]) -> DFlashConfig:
     for kind in _CONFIGS:
         if names == [kind.architecture]:
             return kind.from_dict(raw)
-    known = ", ".join(kind.architecture for kind in _CONFIGS)
-    raise table.error(f"architectures {shown(names)} is not supported; supported are {known}")
+    raise table.error(f"architectures {shown(names)} is not supported; supported are {', '.join(ARCHITECTURES)}")
 
 
 def from_folder(path: str | Path) -> DFlashConfig:

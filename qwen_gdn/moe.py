@@ -95,9 +95,14 @@ def _products(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
 
 
 def _groupable(rows: Tensor, weights: Tensor) -> bool:
-    """Whether torch's grouped product takes these: on CUDA that is bfloat16, and rows must be whole 16-byte blocks."""
-    aligned = all(size * rows.dtype.itemsize % 16 == 0 for size in weights.shape[1:])
-    return aligned and rows.dtype in (_GROUPABLE[:1] if rows.is_cuda else _GROUPABLE)
+    """Whether torch's grouped product takes these without a wait; rows must be whole 16-byte blocks."""
+    if rows.is_cuda:
+        # Elsewhere than on Hopper and data-centre Blackwell, and in other types, it reads the ends on the host, which
+        # no recording survives.
+        capable = torch.cuda.get_device_capability(rows.device)[0] in (9, 10) and rows.dtype == torch.bfloat16
+    else:
+        capable = rows.dtype in _GROUPABLE
+    return capable and all(size * rows.dtype.itemsize % 16 == 0 for size in weights.shape[1:])
 
 
 def plain_products(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:

@@ -10,7 +10,23 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "activation_scheme": ("dynamic",),
     "weight_per_tensor": (False, None),
     "act_per_tensor": (False, None),
+    "ignored_layers": ([], None),
 }
+PROJECTIONS = frozenset(
+    (
+        "in_proj_qkv",
+        "in_proj_z",
+        "out_proj",
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "o_proj",
+        "gate_proj",
+        "up_proj",
+        "down_proj",
+    )
+)
+"""The linear maps that are stored so, unless a config excludes them; the others are too small to matter."""
 
 
 @dataclass(frozen=True)
@@ -38,13 +54,14 @@ def block_fp8(root: Stated, text: Stated) -> BlockFP8 | None:
         return None
     if stated[0] != stated[-1]:
         raise root.error("quantization_config at the root differs from that in text_config; state it once")
-    method = stated[0].get("quant_method") if isinstance(stated[0], dict) else stated[0]
-    if method != "fp8":
+    form = stated[0] if isinstance(stated[0], dict) else {}
+    method = form.get("quant_method", stated[0])
+    if not form or method != "fp8":
         raise root.error(
             f"quantization_config says that the weights are quantised ({shown(method).strip(chr(39))}), "
             "which is not read here; use the BF16 or the FP8 release"
         )
-    table = Stated(f"{root.what}: quantization_config", stated[0])
+    table = Stated(f"{root.what}: quantization_config", form)
     table.refuse_others(_NEUTRAL)
     table.need("activation_scheme", str)
     block = table.need("weight_block_size", list)

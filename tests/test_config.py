@@ -132,6 +132,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "dense layers in a mixture": (EXPERTS | {"mlp_only_layers": [1]}, r"mlp_only_layers \[1\]"),
     "experts in every other layer": (EXPERTS | {"decoder_sparse_step": 2}, "decoder_sparse_step 2"),
+    "groups of experts": (EXPERTS | {"n_group": 4}, "n_group 4"),
+    "scaled shares": (EXPERTS | {"routed_scaling_factor": 2.5}, "routed_scaling_factor 2.5"),
     "shares of no sum": (EXPERTS | {"norm_topk_prob": False}, "norm_topk_prob False"),
     "dense architecture of a mixture": (
         EXPERTS | {"architectures": ["Qwen3_5ForCausalLM"]},
@@ -208,6 +210,7 @@ def test_what_is_not_understood_is_refused_in_one_line(name: str) -> None:
     [
         ({"num_experts": 8}, "num_experts 8"),
         ({"sliding_window": 128}, "sliding_window 128"),
+        ({"num_experts_per_tok": 4}, "num_experts_per_tok is 4 at the root, but None in text_config"),
         ({"hidden_size": 64}, "hidden_size is 64 at the root, but 32 in text_config"),
         ({"max_position_embeddings": 7}, "max_position_embeddings is 7 at the root, but None in text_config"),
         ({"rope_parameters": {"rope_theta": 5}}, "rope_parameters is .* at the root"),

@@ -524,3 +524,18 @@ def test_programs_are_announced_once() -> None:
             engine(torch.arange(3), cache.branch(Topology.chain(3)))
             cache.commit([0])
     assert said == ["one token", "trees of 8 nodes", "commits of 8 from trees of 8 nodes"]
+
+
+@pytest.mark.usefixtures("uncompiled")
+def test_padding_finds_room_behind_a_full_cache() -> None:
+    """A capacity that memory is sized by exactly, filled to its end by a padded tree."""
+    engine, model = pair()
+    ours, theirs = engine.new_cache(1024), model.new_cache(1024)
+    prompt = random_tokens(seeded(6), 1, 1014)
+    for run, cache in ((engine, ours), (model, theirs)):
+        run(prompt, cache)
+        topology = Topology.chain(10)
+        found = run(torch.arange(10), cache.branch(topology)).final
+        cache.commit(list(range(10)))
+        assert cache.length == 1024 and bool(found.isfinite().all())
+    assert worst_gap(memory_of(ours), memory_of(theirs)) <= TOLERANCE[torch.float64]

@@ -11,12 +11,13 @@ from proposers import Moody, emitted
 from safetensors.torch import load_file
 from test_engine import check_same
 from test_weights_eight_bits import FORM, by_hand
-from tiny import EXPERTS
+from tiny import EXPERTS, tiny_model, tiny_raw
 
 from ddtree import MTPDrafter, drafters, generate
 from qwen_gdn import ModelConfig, decode
 from tools import synth
-from tools.synthetic.shrink import is_drafter, shrunk
+from tools.parity.theirs import twin
+from tools.synthetic.shrink import shrunk
 from tools.synthetic.tensors import contents
 from weights import load_drafter, load_mtp, load_target, load_tokenizer
 
@@ -30,7 +31,7 @@ REFUSED = {
     "RadixArk-Qwen3.8-27B-DSpark": "architectures .'DSparkDraftModel'.",
     "RedHatAI-Qwen3.6-35B-A3B-speculator.dspark": "architectures .'Qwen3DSparkModel'.",
 }
-DRAFTERS = [name for name, raw in PUBLISHED.items() if is_drafter(raw) or "speculator" in name]
+DRAFTERS = [name for name in PUBLISHED if "DFlash" in name or "dspark" in name.lower()]
 TARGETS = [name for name in PUBLISHED if name not in DRAFTERS]
 # Of text and of the MTP module, as the published releases count them.
 PARAMETERS = {
@@ -206,3 +207,36 @@ def test_a_folder_that_holds_something_is_left_alone(tmp_path: Path, capsys: pyt
     with pytest.raises(SystemExit):
         synth.main([str(config), str(tmp_path)])
     assert "is not empty" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        {},
+        {"architectures": 5},
+        {"architectures": [1]},
+        {"text_config": []},
+        {"architectures": ["DFlashDraftModel"], "vocab_size": 100},
+    ],
+    ids=str,
+)
+def test_synth_refuses_what_is_no_config_in_one_line(
+    tmp_path: Path, raw: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(raw))
+    options = ["--target-layers", "4"] if "vocab_size" in raw else []
+    assert synth.main([str(file), str(tmp_path / "out"), *options]) == 1
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_synth_refuses_an_infinite_shard_as_bad_use(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(ck.target_config()))
+    with pytest.raises(SystemExit):
+        synth.main([str(file), str(tmp_path / "out"), "--shard-gigabytes", "inf"])
+
+
+def test_a_mixture_has_a_twin_among_their_models() -> None:
+    """Which `tools/layer_diff.py` and `tools/bench.py --gpu` compare with."""
+    twin(tiny_model(**EXPERTS), tiny_raw(**EXPERTS))

@@ -1,7 +1,8 @@
 """Checkpoints in eight bits: what a block's scale makes of its numbers, and every way in which the two can disagree."""
 
 import logging
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,12 @@ import pytest
 import torch
 from tiny import EXPERTS
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
+import weights.shards
 from qwen_gdn import ModelConfig
 from weights import CheckpointError, load_target
+from weights.eight_bits import expanded
 
 FORM = {
     "quant_method": "fp8",
@@ -108,6 +112,29 @@ def test_scales_may_lie_in_another_file(tmp_path: Path) -> None:
     ck.assert_holds(load_target(tmp_path), by_hand(stored))
 
 
+def test_products_are_taken_in_float32_whatever_is_asked(tmp_path: Path) -> None:
+    stored = quantised(ck.target_tensors(config()))
+    stored = {name: t.float() * 1.0019 if name.endswith("_scale_inv") else t for name, t in stored.items()}
+    model = load_target(write(tmp_path, stored), dtype=torch.bfloat16)
+    ck.assert_holds(model, by_hand(stored), torch.bfloat16)
+
+
+def test_the_type_of_the_other_weights_is_taken_where_none_is_asked(tmp_path: Path) -> None:
+    folder = write(tmp_path, quantised(ck.target_tensors(config())))
+    assert load_target(folder, device="meta").dtype == torch.bfloat16
+
+
+def test_excluded_modules_are_known_under_any_prefix(tmp_path: Path) -> None:
+    """A list written for one layout, and a module that it names only there."""
+    stored = quantised(ck.target_tensors(config()))
+    name = "layers.1.mlp.up_proj"
+    stored[name + ".weight"] = ck.target_tensors(config())[name + ".weight"].bfloat16()
+    del stored[name + ".weight_scale_inv"]
+    for prefix in (ck.PUBLISHED, ck.TEXT_ONLY):
+        form = FORM | {"modules_to_not_convert": [prefix + name]}
+        ck.assert_holds(load_target(write(tmp_path / prefix, stored, form=form)), by_hand(stored))
+
+
 def test_float32_scales_and_an_unsaid_format_are_read(tmp_path: Path) -> None:
     stored = quantised(ck.target_tensors(config()))
     stored = {name: t.float() if name.endswith("_scale_inv") else t for name, t in stored.items()}
@@ -128,6 +155,11 @@ def faulty(fault: str) -> dict[str, Tensor]:
             stored[scales] = stored[scales].T.contiguous()
         case "scale of no number":
             stored[scales][0, 1] = torch.nan
+        case "negative scale":
+            stored[scales][0, 1] = -1
+        case "plain projection":
+            stored[name] = stored[name].bfloat16()
+            del stored[scales]
         case "infinite scale":
             stored[scales][0, 1] = torch.inf
         case "scales of another type":
@@ -162,8 +194,10 @@ FAULTS = {
     "no scales": rf"{WEIGHT} is F8_E4M3, but {SCALES} is stored nowhere",
     "a row of scales too few": rf"{SCALES} has shape \[2, 2\], but .* of \[300, 200\] in blocks .* needs \[3, 2\]",
     "scales turned": rf"{SCALES} has shape \[2, 3\], but .* needs \[3, 2\]",
-    "scale of no number": rf"{SCALES} has 1 values of 6 that are NaN or infinite",
-    "infinite scale": rf"{SCALES} has 1 values of 6 that are NaN or infinite",
+    "scale of no number": rf"{SCALES} has 1 values of 6 that are NaN, infinite or not above 0",
+    "infinite scale": rf"{SCALES} has 1 values of 6 that are NaN, infinite or not above 0",
+    "negative scale": rf"{SCALES} has 1 values of 6 that are NaN, infinite or not above 0",
+    "plain projection": rf"{WEIGHT} is BF16, but config\.json says F8_E4M3 and does not name its module",
     "scales of another type": rf"{SCALES} is F16, none of the types BF16, F32",
     "scales of a plain weight": rf"{SCALES} is stored, but {WEIGHT} is BF16, not F8_E4M3",
     "scales without a weight": rf"lacks {WEIGHT} .*{SCALES} is stored, but {WEIGHT} is not there",
@@ -195,6 +229,8 @@ def test_what_is_wrong_with_eight_bits_is_named_in_one_line(tmp_path: Path, faul
         (FORM | {"weight_block_size": [128]}, r"weight_block_size must be two sizes.*\[128\]"),
         (FORM | {"weight_block_size": [128, 0]}, "weight_block_size must be an integer from 1"),
         (FORM | {"weight_per_tensor": True}, "weight_per_tensor True"),
+        (FORM | {"act_per_tensor": True}, "act_per_tensor True"),
+        (FORM | {"ignored_layers": ["lm_head"]}, "ignored_layers"),
         (FORM | {"modules_to_not_convert": [7]}, "modules_to_not_convert must hold names"),
     ],
 )
@@ -217,3 +253,94 @@ def test_root_and_text_part_must_say_the_same() -> None:
 def test_eight_bits_that_the_config_does_not_state_are_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"quantised \(model\..* is F8_E4M3\) in a way that config"):
         load_target(write(tmp_path, quantised(ck.target_tensors(config())), form=None))
+
+
+def test_a_form_of_no_object_is_refused_in_one_line() -> None:
+    with pytest.raises(ValueError, match="quantization_config"):
+        ModelConfig.from_dict(ck.nested(config(), quantization_config="fp8"))
+
+
+@pytest.mark.parametrize("block", [[1, 1 << 20], [1 << 20, 1]])
+def test_scales_are_not_spread_beyond_the_matrix(block: list[int]) -> None:
+    """A block far larger than the matrix is one block of it, and takes no more memory than one that fits."""
+    weight = torch.ones(4, 4).to(torch.float8_e4m3fn)
+    scales = torch.ones(-(-4 // block[0]), -(-4 // block[1]))
+    with Allocated() as allocated:
+        expanded(weight, scales, (block[0], block[1]), torch.float32)
+    assert allocated.most <= 1 << 16
+
+
+def test_expanding_holds_little_beside_the_matrix() -> None:
+    """On `meta`, where sizes alone count: an output projection of the 35B, in bfloat16."""
+    shape = (2048, 4096)
+    weight = torch.empty(shape, dtype=torch.float8_e4m3fn, device="meta")
+    scales = torch.empty(-(-shape[0] // 128), -(-shape[1] // 128), device="meta")
+    with Allocated() as allocated:
+        out = expanded(weight, scales, (128, 128), torch.bfloat16)
+    assert allocated.most <= out.nbytes
+
+
+@pytest.mark.parametrize("kind", ["untied head", "tied head"])
+def test_an_eight_bit_head_is_read_with_its_scales_or_refused_truly(tmp_path: Path, kind: str) -> None:
+    tied = kind == "tied head"
+    raw = config(tie_word_embeddings=tied)
+    stored = ck.as_stored(quantised(ck.target_tensors(raw)))
+    embedding = ck.PUBLISHED + "embed_tokens.weight"
+    if tied:  # the embedding has its scales, the head that must equal it has none
+        stored[embedding] = stored[embedding].float().to(torch.float8_e4m3fn)
+        stored[embedding + "_scale_inv"] = torch.ones(1, 2, dtype=torch.bfloat16)
+        stored["lm_head.weight"] = stored[embedding].clone()
+    else:
+        stored["lm_head.weight"] = stored["lm_head.weight"].float().to(torch.float8_e4m3fn)
+        stored["lm_head.weight_scale_inv"] = torch.ones(1, 2, dtype=torch.bfloat16)
+    form = FORM | {"modules_to_not_convert": []}
+    folder = ck.write(tmp_path, ck.nested(raw, quantization_config=form), stored)
+    if tied:
+        with pytest.raises(CheckpointError, match="lm_head"):
+            load_target(folder)
+        return
+    try:
+        load_target(folder)
+    except CheckpointError as error:
+        assert "stored nowhere" not in str(error)
+
+
+def test_a_file_is_not_opened_for_every_scale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each opening goes through the whole header, so that many would take time with the square of the tensors."""
+    opened: Counter[Path] = Counter()
+    whole = weights.shards._open
+
+    def counting(file: Path) -> Any:
+        opened[file] += 1
+        return whole(file)
+
+    raw = ck.target_config(
+        layer_types="l",
+        model_type="qwen3_5_moe_text",
+        **{"num_experts": 64, "num_experts_per_tok": 2, "moe_intermediate_size": 8},
+        shared_expert_intermediate_size=8,
+    )
+    stored = ck.as_stored(quantised(ck.one_by_one(ck.target_tensors(raw))))
+    folder = ck.write(tmp_path, ck.nested(raw, quantization_config=FORM), stored)
+    monkeypatch.setattr(weights.shards, "_open", counting)
+    load_target(folder)
+    assert max(opened.values()) <= 32, f"{max(opened.values())} times for {len(stored)} tensors"
+
+
+class Allocated(TorchDispatchMode):
+    """Keeps the bytes of the largest tensor that an operation makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = function(*args, **(kwargs or {}))
+        for one in self._tensors(made):
+            self.most = max(self.most, one.numel() * one.element_size())
+        return made
+
+    @staticmethod
+    def _tensors(made: Any) -> Iterator[torch.Tensor]:
+        parts = made if isinstance(made, tuple | list) else (made,)
+        return (part for part in parts if isinstance(part, torch.Tensor))

@@ -40,6 +40,13 @@ def test_single_experts_are_cast_as_the_rest_is(tmp_path: Path, dtype: torch.dty
     ck.assert_holds(load_target(write(tmp_path, ck.one_by_one(tensors)), dtype=dtype), tensors, dtype)
 
 
+def test_a_single_expert_that_the_asked_type_cannot_hold_is_refused(tmp_path: Path) -> None:
+    single = ck.one_by_one(ck.target_tensors(config()))
+    single["layers.1.mlp.experts.5.up_proj.weight"][3, 2] = 1e5
+    with pytest.raises(CheckpointError, match=r"experts\.5\.up_proj\.weight has values that torch.float16 cannot hold"):
+        load_target(write(tmp_path, single), dtype=torch.float16)
+
+
 def test_layers_may_differ_in_layout(tmp_path: Path) -> None:
     tensors = ck.target_tensors(config())
     second = {name: tensor for name, tensor in tensors.items() if name.startswith("layers.1.")}

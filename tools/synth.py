@@ -1,6 +1,6 @@
-"""Writes a synthetic checkpoint of a published config: its names, shapes, types and files, random well-scaled values.
+"""Writes a synthetic checkpoint of a published config: the text model's names, shapes and types, random values.
 
-    python tools/synth.py CONFIG FOLDER                        in whole, as large as the published one
+    python tools/synth.py CONFIG FOLDER                        in whole, as large as the published text model
     python tools/synth.py CONFIG FOLDER --layers 4 --set vocab_size=1024 num_experts=16
     python tools/synth.py DRAFTER_CONFIG FOLDER --target-layers 4 --set vocab_size=1024
 
@@ -8,16 +8,20 @@ CONFIG is a target's or a drafter's config.json. A target comes with the MTP mod
 multimodal or the text-only layout its architecture names, with experts fused (in eight bits: one by one), and with a
 tokenizer of single bytes, so that the command can run it. `--layers` keeps the first layers, `--target-layers` makes a
 drafter read the first ones of so many, `--set` changes sizes. What then lies beyond a smaller vocabulary is moved into
-it. The output of such a model is noise.
+it. Activations stay near 1, and the output of such a model is noise. Not written: a vision tower, chat template and
+generation config. Everything lies in the folder at the end, or nothing.
 
 Exit code 0; 1 for a failure; 2 for bad use.
 """
 
 import argparse
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from safetensors import SafetensorError
 
 if not __package__:
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -36,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raw = shrunk(read_object(options.config), options.layers, options.target_layers, dict(options.set))
         tensors = contents(raw, options.seed, exact=options.float32_gates)
         size = write(options.folder, raw, tensors, int(options.shard_gigabytes * 1e9))
-    except (OSError, RuntimeError, ValueError) as error:
+    except (OSError, RuntimeError, SafetensorError, ValueError) as error:
         print(f"synth: {error}", file=sys.stderr)
         return 1
     print(f"{options.folder}: {len(tensors)} tensors, {size / 1e9:.3f} GB")
@@ -57,8 +61,8 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.folder.is_dir() and any(options.folder.iterdir()):
         parser.error(f"{options.folder} is not empty; name another folder, or empty it")
-    if options.shard_gigabytes <= 0:
-        parser.error(f"--shard-gigabytes must be above 0, got {options.shard_gigabytes}")
+    if not 0 < options.shard_gigabytes < math.inf:
+        parser.error(f"--shard-gigabytes must be above 0 and finite, got {options.shard_gigabytes}")
     return options
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from qwen_gdn.quantised import BlockFP8
+from qwen_gdn.quantised import PROJECTIONS, BlockFP8
 
 from .files import CheckpointError, listed
 from .names import SCALES, Plan
@@ -20,13 +20,16 @@ from .slots import Slot
 
 FP8 = "F8_E4M3"
 _SCALE_DTYPES = ("BF16", "F32")
-_ROWS = 16  # blocks of rows that are expanded at once
 
 
 def faults(
     folder: Path, form: BlockFP8, slots: Mapping[str, Slot], plan: Plan, stored: Mapping[str, Stored]
 ) -> Iterator[str]:
-    """What does not fit between eight-bit weights, their scales and the config, each fault in words."""
+    """What does not fit between eight-bit weights, their scales and the config, each fault in words.
+
+    Args:
+        form: its excluded names are those of parameters.
+    """
     weights = {name: slots[slot] for slot, name in plan.sources.items() if stored[name].dtype == FP8}
     if not weights:
         yield f"{folder / 'config.json'} says that weights are stored as {FP8}, but none is"
@@ -38,10 +41,21 @@ def faults(
             yield f"{entry.file}: {name} is {FP8}, but {name + SCALES} is stored nowhere"
         else:
             yield from _scale_faults(form, name, slot, scales, stored[scales])
-        if name.removesuffix(".weight") in form.excluded:
+    for slot_name, name in plan.sources.items():
+        excluded, entry = slot_name in form.excluded, stored[name]
+        eight = entry.dtype == FP8
+        if eight and excluded:
             yield f"{entry.file}: {name} is {FP8}, but modules_to_not_convert of config.json names its module"
+        elif not eight and not excluded and slot_name.removesuffix(".weight").rpartition(".")[2] in PROJECTIONS:
+            yield (
+                f"{entry.file}: {name} is {entry.dtype}, but config.json says {FP8} and does not name its module in "
+                "modules_to_not_convert"
+            )
+    if plan.tied_head is not None and stored[plan.tied_head[0]].dtype == FP8:
+        head, embedding = plan.tied_head
+        yield f"{stored[head].file}: {head} is {FP8} beside {embedding}, to which config.json ties it; leave it out"
     for weight, scales in plan.scales.items():
-        if weight not in weights:
+        if weight not in weights and plan.tied_head != (weight, plan.tied_head and plan.tied_head[1]):
             what = stored[weight].dtype if weight in stored else "not there"
             yield f"{stored[scales].file}: {scales} is stored, but {weight} is {what}, not {FP8}"
 
@@ -61,33 +75,34 @@ def read_scales(plan: Plan, stored: Mapping[str, Stored]) -> dict[str, Tensor]:
     """The scales of each eight-bit weight, by its name.
 
     Raises:
-        CheckpointError: a file can no longer be read, or a scale is no finite number.
+        CheckpointError: a file can no longer be read, or a scale is no finite number above 0.
     """
     weights = {scales: weight for weight, scales in plan.scales.items()}
     found: dict[str, Tensor] = {}
     for file in {stored[scales].file for scales in weights}:
-        for scales, tensor in read_tensors(file, [name for name in weights if stored[name].file == file]):
-            wrong = int((~tensor.isfinite()).sum())
+        for scales, tensor in read_tensors(file, {name for name in weights if stored[name].file == file}):
+            wrong = int((~(tensor.isfinite() & (tensor > 0))).sum())
             if wrong:
                 raise CheckpointError(
-                    f"{file}: {scales} has {wrong} values of {tensor.numel()} that are NaN or infinite; fetch it again"
+                    f"{file}: {scales} has {wrong} values of {tensor.numel()} that are NaN, infinite or not above 0; "
+                    "fetch it again"
                 )
             found[weights[scales]] = tensor.clone()
     return found
 
 
 def expanded(weight: Tensor, scales: Tensor, block: tuple[int, int], dtype: torch.dtype) -> Tensor:
-    """weight · scale, multiplied in float32 and rounded once; a part of the rows at a time, to hold little beside it.
+    """weight · scale, multiplied in float32 and rounded once; a row of blocks at a time, to hold little beside it.
 
     Args:
         weight: float8_e4m3fn [rows, columns].
         scales: [rows / block, columns / block], rounded up.
     """
-    tall, wide = block
+    tall, wide = (min(size, step) for size, step in zip(weight.shape, block, strict=True))
     out = torch.empty(weight.shape, dtype=dtype, device=weight.device)
-    across = scales.to(weight.device, torch.float32).repeat_interleave(wide, 1)[:, : weight.shape[1]]
-    for part, by, into in zip(weight.split(tall * _ROWS), across.split(_ROWS), out.split(tall * _ROWS), strict=True):
-        into.copy_(part.float() * by.repeat_interleave(tall, 0)[: len(part)])
+    scales = scales.to(weight.device, torch.float32)
+    for part, by, into in zip(weight.split(tall), scales, out.split(tall), strict=True):
+        into.copy_(part.float() * by.repeat_interleave(wide)[: weight.shape[1]])
     return out
 
 

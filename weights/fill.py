@@ -80,9 +80,9 @@ def fill(
     Raises:
         CheckpointError: a file can no longer be read, or a value is not finite or too large for the dtype.
     """
-    by_file: dict[Path, list[str]] = {}
+    by_file: dict[Path, set[str]] = {}
     for name, entry in stored.items():
-        by_file.setdefault(entry.file, []).append(name)
+        by_file.setdefault(entry.file, set()).add(name)
     for name in {slot.parameter for slot in places.values() if slot.part is not None}:
         _set(module, name, torch.empty(module.get_parameter(name).shape, dtype=dtype, device=device))
     total = sum(entry.nbytes for entry in stored.values())
@@ -90,8 +90,7 @@ def fill(
         for file, names in by_file.items():
             finite: dict[str, Tensor] = {}
             for name, tensor in read_tensors(file, names):
-                numbers = expand[name](tensor.to(device)) if name in expand else tensor
-                finite[name] = _is_finite(_put(module, places[name], numbers, device, dtype))
+                finite[name] = _is_finite(_put(module, places[name], tensor, device, dtype, expand.get(name)))
                 bar.update(stored[name].nbytes)
             _check_finite(file, finite, dtype)
 
@@ -139,13 +138,21 @@ def _content_faults(
             yield f"{entry.file}: {name} has shape {list(entry.shape)}, but config.json asks for {list(shape)}"
 
 
-def _put(module: nn.Module, slot: Slot, tensor: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
+def _put(
+    module: nn.Module,
+    slot: Slot,
+    tensor: Tensor,
+    device: torch.device,
+    dtype: torch.dtype,
+    expand: Callable[[Tensor], Tensor] | None,
+) -> Tensor:
     """Fills a slot and returns what it holds now."""
+    numbers = tensor if expand is None else expand(tensor.to(device))
     if slot.part is not None:
         expert, rows = slot.part
-        return module.get_parameter(slot.parameter)[expert, rows].copy_(tensor)
+        return module.get_parameter(slot.parameter)[expert, rows].copy_(numbers)
     wide = torch.promote_types(dtype, torch.float32) if needs_float32(slot.parameter) else dtype
-    value = _converted(tensor, device, wide)
+    value = _converted(tensor, device, wide) if expand is None else numbers
     _set(module, slot.parameter, value)
     return value
 

@@ -8,7 +8,7 @@ refused.
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -149,7 +149,7 @@ def _load(source: Source, kind: _Kind, device: str | torch.device, dtype: torch.
     plan = names.plan(stored, places, kind.skip, kind.rename)
     if kind.absent and not plan.sources and not plan.unknown:
         raise CheckpointError(f"{folder} {kind.absent}")
-    form: BlockFP8 | None = getattr(config, "quantization", None)
+    form = _form(config, kind)
     check(folder, places, plan, listing, form)
     wanted = {name: listing.stored[name] for name in plan.sources.values()}
     if dtype is None:
@@ -168,6 +168,14 @@ def _checked_device(device: str | torch.device) -> torch.device:
         return torch.empty(0, device=device).device
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise ValueError(f"device {str(device)!r} cannot be used: {one_line(error)}; use 'cpu'") from None
+
+
+def _form(config: Any, kind: _Kind) -> BlockFP8 | None:
+    """How the config says that weights are stored in eight bits, modules that it excludes as parameters."""
+    if not isinstance(config, ModelConfig) or config.quantization is None:
+        return None
+    excluded = (kind.rename(f"{module}.weight") for module in config.quantization.excluded)
+    return replace(config.quantization, excluded=tuple(name for name in excluded if name is not None))
 
 
 def _expanding(

@@ -99,13 +99,13 @@ def plan(stored: Iterable[str], parameters: Collection[str], skip: Skip, rename:
     unknown = []
     scales: dict[str, str] = {}
     for name in stored:
-        rule = skip(name)
-        parameter = rename(name)
+        rule, weight = skip(name), name.removesuffix(SCALES)
+        parameter = rename(weight)
         if rule is not None:
             skipped[rule] += 1
-        elif parameter is not None and parameter.removesuffix(SCALES) in parameters and name.endswith(SCALES):
-            scales[name.removesuffix(SCALES)] = name
-        elif parameter is not None and (parameter in parameters or parameter == HEAD):
+        elif weight != name and parameter is not None and (parameter in parameters or parameter == HEAD):
+            scales[weight] = name
+        elif weight == name and parameter is not None and (parameter in parameters or parameter == HEAD):
             fills.setdefault(parameter, []).append(name)
         else:
             unknown.append(name)

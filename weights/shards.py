@@ -15,6 +15,8 @@ from qwen_gdn.stated import parse_json, shown
 
 from .files import INDEX_FILE, CheckpointError, damaged, listed, read_json
 
+LEAST_PORTION = 1 << 20  # bytes; mapping a file goes through its whole header, so small tensors share one
+MAPPINGS = 256  # most mappings of a file, about
 _REFETCH = "fetch the checkpoint again"
 
 
@@ -122,14 +124,15 @@ def read_tensors(file: Path, names: Collection[str]) -> Iterator[tuple[str, Tens
     """The named tensors of one file on the CPU, in the order in which they lie there.
 
     A tensor is a window on the mapped file: valid until the next one is asked for, so copy what is to stay. The
-    file is mapped anew whenever more than its largest wanted tensor has been read, since pages once read stay
-    resident as long as the mapping.
+    file is mapped anew whenever more than its largest wanted tensor, or a small part of it, has been read, since pages
+    once read stay resident as long as the mapping.
 
     Raises:
         CheckpointError: the file can no longer be read.
     """
     header = {name: entry for name, entry in read_header(file).items() if name in names}
     limit = max((entry.nbytes for entry in header.values()), default=0)
+    limit = max(limit, LEAST_PORTION, sum(entry.nbytes for entry in header.values()) // MAPPINGS)
     portion: list[str] = []
     size = 0
     for name, entry in header.items():

@@ -1,11 +1,12 @@
 """Where stored tensors go: a whole parameter, or a part of one that the model fuses and some checkpoints do not."""
 
+import re
 from collections.abc import Collection
 from typing import NamedTuple
 
 from torch import nn
 
-_FUSED = "mlp.experts."
+_EXPERTS = re.compile(r"(layers\.\d+\.mlp\.experts\.)(.+)")
 
 
 class Slot(NamedTuple):
@@ -31,30 +32,22 @@ def slots(module: nn.Module, stored: Collection[str]) -> dict[str, Slot]:
     Args:
         stored: names in the checkpoint, prefix apart.
     """
-    single = {_layer_of(name) for name in stored if _is_single(name)}
+    named = [match.groups() for name in stored if (match := _EXPERTS.fullmatch(name)) is not None]
+    single = {layer for layer, rest in named if rest.partition(".")[0].isdecimal()}
     found: dict[str, Slot] = {}
     for name, parameter in module.named_parameters():
-        if _FUSED in name and _layer_of(name) in single:
-            found |= _single_slots(name, tuple(parameter.shape))
+        match = _EXPERTS.fullmatch(name)
+        if match is not None and match[1] in single:
+            found |= _single_slots(match[1], match[2], tuple(parameter.shape))
         else:
             found[name] = Slot(name, tuple(parameter.shape))
     return found
 
 
-def _layer_of(name: str) -> str:
-    """A layer's experts' name, up to its last dot."""
-    before, fused, _ = name.partition(_FUSED)
-    return before + fused
-
-
-def _is_single(name: str) -> bool:
-    return name.partition(_FUSED)[2].partition(".")[0].isdecimal()
-
-
-def _single_slots(fused: str, shape: tuple[int, ...]) -> dict[str, Slot]:
+def _single_slots(layer: str, leaf: str, shape: tuple[int, ...]) -> dict[str, Slot]:
     """The slots of each expert's matrices in one fused parameter [experts, rows, columns]."""
-    layer, (count, rows, columns) = _layer_of(fused), shape
-    if fused.endswith("gate_up_proj"):
+    fused, (count, rows, columns) = layer + leaf, shape
+    if leaf == "gate_up_proj":
         parts = {"gate_proj": slice(0, rows // 2), "up_proj": slice(rows // 2, rows)}
     else:
         parts = {"down_proj": slice(0, rows)}

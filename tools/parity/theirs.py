@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from qwen_gdn import QwenGDN
+from qwen_gdn import ModelConfig, QwenGDN
 
 
 def transformers() -> Any:
@@ -26,7 +26,7 @@ def read(folder: Path, dtype: torch.dtype, device: torch.device | str) -> Any:
     Raises:
         ValueError: it found no tensor for some parameter.
     """
-    model, info = transformers().Qwen3_5ForCausalLM.from_pretrained(
+    model, info = _kind("ForCausalLM", ModelConfig.from_folder(folder)).from_pretrained(
         str(folder), dtype=dtype, output_loading_info=True, local_files_only=True
     )
     missing = sorted(info["missing_keys"])
@@ -42,10 +42,9 @@ def twin(ours: QwenGDN, raw: Mapping[str, Any], dtype: torch.dtype | None = None
         raw: the parsed config of ours, its text part flat.
         dtype: of every weight, as transformers has it; None is ours.
     """
-    library, family = transformers(), "Qwen3_5" if ours.config.experts is None else "Qwen3_5Moe"
-    config = getattr(library, f"{family}TextConfig")(**raw)
+    config = _kind("TextConfig", ours.config)(**raw)
     with torch.device("meta"):
-        model = getattr(library, f"{family}ForCausalLM")(config)
+        model = _kind("ForCausalLM", ours.config)(config)
     dtype = dtype or ours.dtype
     weights = {_their_name(name): weight.detach().to(dtype) for name, weight in ours.named_parameters()}
     weights.setdefault("lm_head.weight", weights["model.embed_tokens.weight"])
@@ -53,6 +52,11 @@ def twin(ours: QwenGDN, raw: Mapping[str, Any], dtype: torch.dtype | None = None
     # Built on meta it has no frequencies, and casting a model would round them.
     model.model.rotary_emb = type(model.model.rotary_emb)(config=config).to(ours.device)
     return model.eval().requires_grad_(False)
+
+
+def _kind(name: str, config: ModelConfig) -> Any:
+    """The class of that name in the family of a config, dense or with experts."""
+    return getattr(transformers(), ("Qwen3_5" if config.experts is None else "Qwen3_5Moe") + name)
 
 
 def _their_name(name: str) -> str:

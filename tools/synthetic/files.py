@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import tokenizers
@@ -17,12 +18,23 @@ BYTES = 256
 
 
 def write(folder: Path, raw: Mapping[str, Any], tensors: Mapping[str, Recipe], most: int) -> int:
-    """Writes everything and returns the bytes of all tensors. One weight file is in memory at a time.
+    """Writes everything, or nothing if it fails, and returns the bytes of all tensors.
+
+    In memory there are one weight file and one tensor in float32 at a time.
 
     Args:
+        folder: is made, or is there and empty.
         most: bytes of a weight file, unless one tensor is larger.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as unfinished:
+        total = _write(Path(unfinished) / "made", raw, tensors, most)
+        (Path(unfinished) / "made").replace(folder)
+    return total
+
+
+def _write(folder: Path, raw: Mapping[str, Any], tensors: Mapping[str, Recipe], most: int) -> int:
+    folder.mkdir()
     (folder / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
     if not is_drafter(raw) and raw.get("text_config", raw)["vocab_size"] >= BYTES:
         byte_tokenizer().save(str(folder / "tokenizer.json"))

@@ -4,9 +4,17 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
+from ddtree import DFlashConfig, drafters
+from qwen_gdn import ModelConfig
+
 
 def is_drafter(raw: Mapping[str, Any]) -> bool:
-    return any("DraftModel" in name for name in raw.get("architectures") or ())
+    return raw.get("architectures") in [[name] for name in drafters.ARCHITECTURES]
+
+
+def read(raw: Mapping[str, Any]) -> ModelConfig | DFlashConfig:
+    """The config as it is read; ValueError if it is none."""
+    return drafters.from_dict(raw) if is_drafter(raw) else ModelConfig.from_dict(raw)
 
 
 def shrunk(
@@ -19,8 +27,9 @@ def shrunk(
         sizes: values of keys that the config has.
 
     Raises:
-        ValueError: a key is not in the config, or the option is for the other kind of config.
+        ValueError: the config is not one that is read here, has not a key, or the option is for the other kind.
     """
+    read(raw)
     made: dict[str, Any] = copy.deepcopy(dict(raw))
     text: dict[str, Any] = made.get("text_config", made)
     drafter = is_drafter(raw)

@@ -13,15 +13,10 @@ from torch import Tensor, nn
 from ddtree import drafters
 from qwen_gdn import ModelConfig, QwenGDN
 from qwen_gdn.model import DecoderLayer
-from qwen_gdn.quantised import BlockFP8
+from qwen_gdn.quantised import PROJECTIONS, BlockFP8
 from tools.synthetic.shrink import is_drafter
 
 GREATEST = 448.0  # of an E4M3 number
-_IN_EIGHT_BITS = (
-    *("in_proj_qkv", "in_proj_z", "out_proj"),
-    *("q_proj", "k_proj", "v_proj", "o_proj"),
-    *("gate_proj", "up_proj", "down_proj"),
-)
 _FLOAT32_GATES = ("linear_attn.A_log", "linear_attn.norm.weight")
 
 Shape = tuple[int, ...]
@@ -136,7 +131,7 @@ def _values(name: str, shape: Shape, seed: int, plain_norms: bool) -> Tensor:
 
 def _in_eight_bits(name: str, shape: Shape, form: BlockFP8) -> bool:
     module = name.removesuffix(".weight")
-    return len(shape) == 2 and module.rpartition(".")[2] in _IN_EIGHT_BITS and module not in form.excluded
+    return len(shape) == 2 and module.rpartition(".")[2] in PROJECTIONS and module not in form.excluded
 
 
 def _quantised(weight: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
