@@ -26,7 +26,7 @@ class Penalties(NamedTuple):
         The formulas are those of CTRL (arXiv 1909.05858, for logits of either sign) and of the OpenAI API.
         """
         scaled = torch.where(logits > 0, logits / self.repetition, logits * self.repetition)
-        return torch.where(seen, scaled, logits) - self.frequency * counts - self.presence * (counts > 0)
+        return torch.where(seen, scaled, logits) - self.frequency * counts - self.presence * counts.clamp(max=1)
 
 
 class Tally(NamedTuple):
@@ -98,10 +98,10 @@ class Adjusted(ContextSampler):
         if len(ids):
             counts = common.to(wide).repeat(len(values), 1)
             counts.view(-1).index_add_(0, steps.long(), torch.ones_like(steps, dtype=wide))
-            before = counts > 0
-            before[:, : seen.whole] = True
+            came = counts > 0
+            came[:, : seen.whole] = True
             columns = ids.long()
-            values.index_copy_(1, columns, self.penalties.applied(values[:, columns], before, counts))
+            values.index_copy_(1, columns, self.penalties.applied(values[:, columns], came, counts))
         return values
 
     def _tally(self, logits: Tensor, context: Context | None) -> Tally:

@@ -40,11 +40,11 @@ class History:
     def extend(self, tokens: Sequence[int]) -> None:
         """Takes up emitted tokens."""
         fresh, places = self.locate(tokens)
-        self._places.update((token, len(self._places) + i) for i, token in enumerate(fresh))
+        self._places |= {token: place for place, token in enumerate(fresh, start=len(self._places))}
         self.tokens.extend(tokens)
         self.ids = torch.cat((self.ids, torch.tensor(fresh, dtype=torch.int64)))
         grown = torch.cat((self.counts, self.counts.new_zeros(len(fresh))))
-        self.counts = grown.index_add_(0, torch.tensor(places), torch.ones(len(places), dtype=torch.int64))
+        self.counts = grown.index_add_(0, torch.tensor(places, dtype=torch.int64), grown.new_ones(len(places)))
 
 
 class Context(NamedTuple):
