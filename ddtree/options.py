@@ -4,13 +4,16 @@ import argparse
 import re
 import secrets
 import sys
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 
-from qwen_gdn.decode import Sampler, greedy
+from qwen_gdn.decode import Sampler
+from qwen_gdn.history import ContextSampler
 
 from .arguments import BUNDLED, DTYPE_NAMES, UsageError, default, parser
 from .loop import generate
@@ -18,6 +21,9 @@ from .sampling import make_sampler
 
 Mode = Literal["tree", "chain", "plain"]
 EngineKind = Literal["eager", "graph"]
+
+CUTS = ("top_k", "top_p", "min_p")
+SAMPLING = ("temperature", *CUTS, "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias")
 
 
 @dataclass(frozen=True)
@@ -42,6 +48,11 @@ class Options:
     temperature: float
     top_k: int
     top_p: float
+    min_p: float
+    presence_penalty: float
+    frequency_penalty: float
+    repetition_penalty: float
+    logit_bias: Mapping[int, float]
     seed: int | None
     chat: bool
     system: str | None
@@ -55,11 +66,18 @@ class Options:
 
     def sampler(self) -> Sampler:
         """A new sampler, at the start of its seed's stream."""
-        return make_sampler(self.temperature, top_k=self.top_k, top_p=self.top_p, seed=self.seed)
+        return make_sampler(seed=self.seed, **{name: getattr(self, name) for name in SAMPLING})
+
+    def check_vocabulary(self, vocab: int) -> None:
+        """UsageError if the sampler names a token beyond the vocabulary."""
+        sampler = self.sampler()
+        if isinstance(sampler, ContextSampler):
+            with _own_names():
+                sampler.check(vocab)
 
     def settings(self) -> dict[str, Any]:
         """What shapes the text, the prompt and the seed aside."""
-        names = ("target", "drafter", "mode", "budget", "max_new_tokens", "temperature", "top_k", "top_p")
+        names = ("target", "drafter", "mode", "budget", "max_new_tokens", *SAMPLING)
         return {name: getattr(self, name) for name in (*names, "chat", "system", "thinking", "engine")}
 
 
@@ -74,13 +92,14 @@ def parse(argv: Sequence[str] | None = None) -> Options:
     """
     asked = parser().parse_args(argv)
     _check_combination(asked)
+    asked.logit_bias = _bias(asked.logit_bias)
     random = _draws_at_random(asked)
     drafter = asked.drafter or (BUNDLED if asked.target == BUNDLED else None)
     mode: Mode = asked.mode if drafter else "plain"
     nodes = default(generate, "budget") if asked.budget is None else asked.budget
     drawn = secrets.randbits(32) if asked.seed is None and random else asked.seed
     device = asked.device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    kept = ("target", "max_new_tokens", "temperature", "top_k", "top_p", "chat", "json", "echo")
+    kept = ("target", "max_new_tokens", *SAMPLING, "chat", "json", "echo")
     return Options(
         **{name: getattr(asked, name) for name in kept},
         device=device,
@@ -107,15 +126,28 @@ def _check_combination(asked: argparse.Namespace) -> None:
         )
 
 
+def _bias(given: Sequence[tuple[int, float]]) -> dict[int, float]:
+    twice = [token for token, count in Counter(token for token, _ in given).items() if count > 1]
+    if twice:
+        raise UsageError(f"--logit-bias: token id {twice[0]} is given more than once; give it one value")
+    return dict(given)
+
+
 def _draws_at_random(asked: argparse.Namespace) -> bool:
-    """Whether the sampler that is asked for draws anything at random."""
+    """Whether the sampler that is asked for draws anything at random; UsageError if there is none such."""
+    with _own_names():
+        make_sampler(seed=asked.seed, **{name: getattr(asked, name) for name in SAMPLING})
+    return bool(asked.temperature > 0 and asked.top_k != 1)
+
+
+@contextmanager
+def _own_names() -> Iterator[None]:
+    """Errors of the library, which names its own arguments, as errors that name the options."""
     try:
-        sampler = make_sampler(asked.temperature, top_k=asked.top_k, top_p=asked.top_p, seed=asked.seed)
+        yield
     except ValueError as error:
-        # The library names its own arguments.
         named = re.sub(r"sampler: (\w+)", lambda found: "--" + found[1].replace("_", "-"), str(error))
         raise UsageError(named) from None
-    return sampler is not greedy
 
 
 def _notes(asked: argparse.Namespace, mode: Mode) -> Iterator[str]:
@@ -124,11 +156,11 @@ def _notes(asked: argparse.Namespace, mode: Mode) -> Iterator[str]:
     unused = [flag for flag, value in (("--drafter", asked.drafter), ("--budget", asked.budget)) if value is not None]
     if mode == "plain" and unused:
         yield f"plain decoding does not use {' and '.join(unused)}"
-    cut = any(getattr(asked, name) != default(make_sampler, name) for name in ("top_k", "top_p"))
+    cut = any(getattr(asked, name) != default(make_sampler, name) for name in CUTS)
     if asked.temperature == 0 and (cut or asked.seed is not None):
-        yield "at --temperature 0 nothing is drawn at random; --top-k, --top-p and --seed change nothing"
+        yield "at --temperature 0 nothing is drawn at random; --top-k, --top-p, --min-p and --seed change nothing"
     elif asked.temperature > 0 and asked.top_k == 1:
-        yield "with --top-k 1 nothing is drawn at random; --temperature, --top-p and --seed change nothing"
+        yield "with --top-k 1 nothing is drawn at random; --temperature, --top-p and --seed change nothing, nor --min-p"
 
 
 def _prompt(given: str) -> str:

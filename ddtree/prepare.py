@@ -41,6 +41,7 @@ def prepare(options: Options) -> Job:
     folder = resolve(options.target, "target", CONFIG_FILES)
     with torch.device("meta"):
         target = QwenGDN(read_config(ModelConfig, folder))
+    options.check_vocabulary(target.config.vocab_size)
     if options.drafter is not None:
         _check_pairing(options.drafter, target)
     tokenizer = load_tokenizer(options.target)
