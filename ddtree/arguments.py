@@ -169,21 +169,29 @@ def _add_sampling(group: argparse._ArgumentGroup) -> None:
         ("frequency_penalty", "X", float, "taken from a token's logit for each time it was written"),
         ("repetition_penalty", "X", float, "above 1 makes tokens of the prompt and the text less likely"),
     )
+    # Values that are not given stay away, so that they can be told from those that are.
     for name, letter, kind, meaning in settings:
         group.add_argument(
             "--" + name.replace("_", "-"),
             type=kind,
-            default=default(make_sampler, name),
+            default=argparse.SUPPRESS,
             metavar=letter,
-            help=f"{meaning} (default: %(default)s)",
+            help=f"{meaning} (default: {default(make_sampler, name)})",
         )
     group.add_argument(
         "--logit-bias",
         type=bias,
         action="append",
-        default=[],
+        default=argparse.SUPPRESS,
         metavar="ID=VALUE",
         help="add this to the logit of a token id; may be given for several, -1e30 forbids one (default: none)",
+    )
+    group.add_argument(
+        "--sampling",
+        choices=("library", "checkpoint"),
+        default="library",
+        help="whose defaults these options have: those named above, or what the target's generation_config.json states "
+        "(default: %(default)s)",
     )
 
 

@@ -7,7 +7,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -34,6 +34,8 @@ class Options:
         prompt: the text itself, whether it came as an argument or on standard input.
         drafter: its source; None just where `mode` is plain.
         budget: nodes drafted a round, the root not counted; 0 where `mode` is plain.
+        sampling: whose defaults the sampling settings have; `settled` puts those of a checkpoint in place.
+        explicit: sampling settings that were given.
         seed: of the sampler, drawn if none was given; None if none was given and nothing is drawn at random.
         dtype: None leaves it to the loader.
         notes: what the user should know about how options were taken.
@@ -52,7 +54,9 @@ class Options:
     presence_penalty: float
     frequency_penalty: float
     repetition_penalty: float
-    logit_bias: Mapping[int, float]
+    logit_bias: Mapping[int, float] | None
+    sampling: Literal["library", "checkpoint"]
+    explicit: frozenset[str]
     seed: int | None
     chat: bool
     system: str | None
@@ -84,7 +88,7 @@ class Options:
 def parse(argv: Sequence[str] | None = None) -> Options:
     """Options from arguments (None: those of the process).
 
-    Reads the prompt from standard input if it is `-`, and draws a seed if one is needed and none was given.
+    Reads the prompt from standard input if it is `-`. Sampling is `settled` unless a checkpoint must be read for it.
 
     Raises:
         UsageError: a value or a combination of options is wrong.
@@ -92,28 +96,40 @@ def parse(argv: Sequence[str] | None = None) -> Options:
     """
     asked = parser().parse_args(argv)
     _check_combination(asked)
-    asked.logit_bias = _bias(asked.logit_bias)
-    random = _draws_at_random(asked)
+    sampling = _given_sampling(asked)
     drafter = asked.drafter or (BUNDLED if asked.target == BUNDLED else None)
     mode: Mode = asked.mode if drafter else "plain"
     nodes = default(generate, "budget") if asked.budget is None else asked.budget
-    drawn = secrets.randbits(32) if asked.seed is None and random else asked.seed
     device = asked.device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    kept = ("target", "max_new_tokens", *SAMPLING, "chat", "json", "echo")
-    return Options(
+    kept = ("target", "max_new_tokens", "sampling", "seed", "chat", "json", "echo")
+    options = Options(
         **{name: getattr(asked, name) for name in kept},
+        **{name: default(make_sampler, name) for name in SAMPLING} | sampling,
+        explicit=frozenset(sampling),
         device=device,
         engine=("graph" if device.type == "cuda" else "eager") if asked.engine == "auto" else asked.engine,
         dtype=DTYPE_NAMES.get(asked.dtype),
         drafter=None if mode == "plain" else drafter,
         mode=mode,
         budget=0 if mode == "plain" else nodes,
-        seed=drawn,
         thinking=not asked.no_thinking,
         notes=tuple(_notes(asked, mode)),
         system=None if asked.system is None else _text("--system", asked.system),
         prompt=_prompt(asked.prompt),
     )
+    return options if options.sampling == "checkpoint" else settled(options, {})
+
+
+def settled(options: Options, defaults: Mapping[str, Any]) -> Options:
+    """The options with these defaults for sampling settings that were not given, and a seed if one is needed.
+
+    Raises:
+        UsageError: a value is wrong.
+    """
+    options = replace(options, **{name: value for name, value in defaults.items() if name not in options.explicit})
+    random = options.temperature > 0 and options.top_k != 1
+    seed = secrets.randbits(32) if options.seed is None and random else options.seed
+    return replace(options, seed=seed, notes=(*options.notes, *_without_effect(options)))
 
 
 def _check_combination(asked: argparse.Namespace) -> None:
@@ -126,18 +142,21 @@ def _check_combination(asked: argparse.Namespace) -> None:
         )
 
 
+def _given_sampling(asked: argparse.Namespace) -> dict[str, Any]:
+    """Sampling settings that were given, each in its range; the bias as a mapping."""
+    given = {name: getattr(asked, name) for name in SAMPLING if hasattr(asked, name)}
+    if "logit_bias" in given:
+        given["logit_bias"] = _bias(given["logit_bias"])
+    with _own_names():
+        make_sampler(seed=asked.seed, **given)
+    return given
+
+
 def _bias(given: Sequence[tuple[int, float]]) -> dict[int, float]:
     twice = [token for token, count in Counter(token for token, _ in given).items() if count > 1]
     if twice:
         raise UsageError(f"--logit-bias: token id {twice[0]} is given more than once; give it one value")
     return dict(given)
-
-
-def _draws_at_random(asked: argparse.Namespace) -> bool:
-    """Whether the sampler that is asked for draws anything at random; UsageError if there is none such."""
-    with _own_names():
-        make_sampler(seed=asked.seed, **{name: getattr(asked, name) for name in SAMPLING})
-    return bool(asked.temperature > 0 and asked.top_k != 1)
 
 
 @contextmanager
@@ -156,10 +175,14 @@ def _notes(asked: argparse.Namespace, mode: Mode) -> Iterator[str]:
     unused = [flag for flag, value in (("--drafter", asked.drafter), ("--budget", asked.budget)) if value is not None]
     if mode == "plain" and unused:
         yield f"plain decoding does not use {' and '.join(unused)}"
-    cut = any(getattr(asked, name) != default(make_sampler, name) for name in CUTS)
-    if asked.temperature == 0 and (cut or asked.seed is not None):
+
+
+def _without_effect(options: Options) -> Iterator[str]:
+    """Notes on given sampling settings that change nothing."""
+    cut = any(getattr(options, name) != default(make_sampler, name) for name in options.explicit.intersection(CUTS))
+    if options.temperature == 0 and (cut or options.seed is not None):
         yield "at --temperature 0 nothing is drawn at random; --top-k, --top-p, --min-p and --seed change nothing"
-    elif asked.temperature > 0 and asked.top_k == 1:
+    elif options.temperature > 0 and options.top_k == 1:
         yield "with --top-k 1 nothing is drawn at random; --temperature, --top-p and --seed change nothing, nor --min-p"
 
 

@@ -27,8 +27,9 @@ from weights import TextStream, load_drafter, load_target
 from weights.files import one_line
 
 from .arguments import UsageError
+from .checkpoint_sampling import checkpoint_sampling
 from .loop import NoDrafts, Proposer, Round, generate
-from .options import Options, parse
+from .options import Options, parse, settled
 from .prepare import Job, prepare
 from .recorded_drafter import RecordedDrafter
 from .report import Figures, Meter, lines
@@ -82,6 +83,8 @@ def _run(options: Options) -> int:
     check_source(options.target, "target")
     if options.drafter is not None:
         check_source(options.drafter, "drafter")
+    if options.sampling == "checkpoint":
+        options = settled(options, checkpoint_sampling(options.target))
     job = prepare(options)
     for note in (*options.notes, *job.notes):
         _say(f"note: {note}")

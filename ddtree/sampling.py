@@ -1,7 +1,7 @@
 """Samplers: callables that draw one token from each row of logits. Greedy decoding is one of them.
 
-A sampler knows nothing of trees or drafts. That is what keeps speculative output exact: the target's tokens
-are drawn the same way with and without a draft tree.
+A sampler knows nothing of drafts: of a tree it sees rows of logits, and, if it has penalties, the tokens before each.
+That is what keeps speculative output exact: the target's tokens are drawn the same way with and without a draft tree.
 """
 
 import math
