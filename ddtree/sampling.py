@@ -51,7 +51,8 @@ def make_sampler(
     (`earlier_ids`), answers of earlier turns included.
 
     Args:
-        temperature: 0 takes the likeliest token (the lowest id among equals), as does `top_k` 1.
+        temperature: 0 takes the likeliest token (the lowest id among equals), as does `top_k` 1. Nothing is then drawn
+            at random, and the other cuts, which would keep that token, and the seed change nothing.
         top_k: how many tokens to keep, exactly; 0, or any number above the vocabulary, keeps all.
         top_p: a token is kept while the mass of those before it is below this (to rounding), so what is kept
             is the shortest run of likeliest tokens whose mass reaches `top_p`; 1 keeps all.
