@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from .drafter import DFlashDrafter
     from .drafter_config import DFlashConfig
     from .loop import NoDrafts, Proposer, Round, generate
+    from .mtp import MTPDrafter
     from .sampling import make_sampler
     from .tree import Acceptance, DraftTree, Scores, accept, build_chain, build_tree
 
@@ -19,6 +20,7 @@ __all__ = [
     "DFlashConfig",
     "DFlashDrafter",
     "DraftTree",
+    "MTPDrafter",
     "NoDrafts",
     "Proposer",
     "Round",
@@ -39,6 +41,7 @@ _HOMES = {
     "DFlashConfig": "drafter_config",
     "DFlashDrafter": "drafter",
     "DraftTree": "tree",
+    "MTPDrafter": "mtp",
     "NoDrafts": "loop",
     "Proposer": "loop",
     "Round": "loop",

@@ -15,13 +15,16 @@ import torch
 from weights.fill import DTYPES
 
 from .loop import generate
+from .mtp import MTPDrafter
 from .sampling import make_sampler
 
 BUNDLED = "bundled"
+MTP = "mtp"  # as a drafter: the target's own module; a folder of that name is ./mtp
 DTYPE_NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 MOST_NODES = 1024  # of a tree: a verify makes nodes × nodes masks and products for every head
+_MOST_DEPTH = 64  # of an MTP module's drafts, far beyond what is ever accepted
 _MOST = 2**31 - 1  # tokens: more fit into no memory, and sizes of tensors do not overflow below
 
 _DESCRIPTION = """\
@@ -113,9 +116,17 @@ def _add_models(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--target", type=source, default=BUNDLED, metavar="SOURCE", help=f"{sources} (the default)")
     group.add_argument(
         "--drafter",
-        type=source,
+        type=drafter,
         metavar="SOURCE",
-        help=f"{sources}; default: the bundled one for the bundled target, none for others, which then decode plainly",
+        help=f"{sources}, or {MTP} for the MTP module in the target's own checkpoint; default: the bundled one for the "
+        "bundled target, none for others, which then decode plainly",
+    )
+    group.add_argument(
+        "--mtp-depth",
+        type=whole(1, _MOST_DEPTH),
+        metavar="N",
+        help=f"with --drafter {MTP}: tokens drafted ahead, one forward of the module each (default: "
+        f"{default(MTPDrafter, 'depth')})",
     )
     group.add_argument(
         "--device", type=device, metavar="NAME", help="cpu, cuda or cuda:N (default: cuda if there is one)"
@@ -223,6 +234,11 @@ def source(text: str) -> str:
     if text != BUNDLED and not os.path.isdir(path) and not _HUB_ID.fullmatch(text):
         raise argparse.ArgumentTypeError(f"{text!r} is no existing folder, no hub id owner/name, and not {BUNDLED!r}")
     return text
+
+
+def drafter(text: str) -> str:
+    """A type of argument: a source as above, or the word for the target's own MTP module."""
+    return text if text == MTP else source(text)
 
 
 def device(text: str) -> torch.device:

@@ -224,13 +224,22 @@ def _appended(old: Rows, new: Rows, length: int, window: int | None) -> Rows:
 def _grown(buffer: Tensor, new: Tensor, length: int) -> Tensor:
     """A buffer that holds `length` rows and then the new ones: the same one if they fit, else one twice as long."""
     end = length + new.shape[2]
-    if end > buffer.shape[2]:
-        with torch.inference_mode(False):  # rows made in that mode could not be written outside it
-            longer = buffer.new_empty(*buffer.shape[:2], max(end, 2 * buffer.shape[2]), buffer.shape[3])
-        longer[:, :, :length] = buffer[:, :, :length]
-        buffer = longer
+    buffer = with_room(buffer, length, end)
     buffer[:, :, length:end] = new
     return buffer
+
+
+def with_room(buffer: Tensor, length: int, end: int) -> Tensor:
+    """A buffer [B, H, rows, width] with room for `end` rows, of which the first `length` are kept.
+
+    It is the one given if that has room, else a new one at least twice as long.
+    """
+    if end <= buffer.shape[2]:
+        return buffer
+    with torch.inference_mode(False):  # rows made in that mode could not be written outside it
+        longer = buffer.new_empty(*buffer.shape[:2], max(end, 2 * buffer.shape[2]), buffer.shape[3])
+    longer[:, :, :length] = buffer[:, :, :length]
+    return longer
 
 
 def _slid(rows: Tensor, new: Tensor, limit: int) -> Tensor:
@@ -246,10 +255,15 @@ def _check_pairing(config: DFlashConfig, target: ModelConfig) -> None:
             f"drafter: made for a target of {config.num_target_layers} layers, this one has "
             f"{target.num_hidden_layers}; take the drafter of this target"
         )
+    check_sizes(config, target)
+    check_layer_ids(config.target_layer_ids, target.num_hidden_layers)
+
+
+def check_sizes(config: DFlashConfig | ModelConfig, target: ModelConfig) -> None:
+    """Raises ValueError unless a drafter has the width and the vocabulary of a target."""
     for name in ("hidden_size", "vocab_size"):
         ours, theirs = getattr(config, name), getattr(target, name)
         if ours != theirs:
             raise ValueError(
                 f"drafter: {name} {ours} differs from the target's {theirs}; take the drafter of this target"
             )
-    check_layer_ids(config.target_layer_ids, target.num_hidden_layers)

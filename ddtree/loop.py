@@ -55,7 +55,10 @@ class Proposer(Protocol):
 
     @property
     def layers(self) -> Sequence[LayerId]:
-        """Target layers it reads, in the order wanted: id L is the output of layer L, `"final"` the normed end."""
+        """Target layers it reads, in the order wanted: id L is the output of layer L.
+
+        `"embedding"` is the embedding of the token itself, `"final"` the state after the final norm.
+        """
 
     def bind(self, target: HybridModel) -> None:
         """Meets the target, once per generation: checks the pairing and keeps what it needs of it."""

@@ -15,8 +15,9 @@ import torch
 from qwen_gdn.decode import Sampler
 from qwen_gdn.history import ContextSampler
 
-from .arguments import BUNDLED, DTYPE_NAMES, UsageError, default, parser
+from .arguments import BUNDLED, DTYPE_NAMES, MTP, UsageError, default, parser
 from .loop import generate
+from .mtp import MTPDrafter
 from .sampling import make_sampler
 
 Mode = Literal["tree", "chain", "plain"]
@@ -32,7 +33,8 @@ class Options:
 
     Attributes:
         prompt: the text itself, whether it came as an argument or on standard input.
-        drafter: its source; None just where `mode` is plain.
+        drafter: its source, or the word for the target's own MTP module; None just where `mode` is plain.
+        mtp_depth: tokens that an MTP module drafts ahead.
         budget: nodes drafted a round, the root not counted; 0 where `mode` is plain.
         sampling: whose defaults the sampling settings have; `settled` puts those of a checkpoint in place.
         explicit: sampling settings that were given.
@@ -44,6 +46,7 @@ class Options:
     prompt: str
     target: str
     drafter: str | None
+    mtp_depth: int
     mode: Mode
     budget: int
     max_new_tokens: int
@@ -110,6 +113,7 @@ def parse(argv: Sequence[str] | None = None) -> Options:
         engine=("graph" if device.type == "cuda" else "eager") if asked.engine == "auto" else asked.engine,
         dtype=DTYPE_NAMES.get(asked.dtype),
         drafter=None if mode == "plain" else drafter,
+        mtp_depth=default(MTPDrafter, "depth") if asked.mtp_depth is None else asked.mtp_depth,
         mode=mode,
         budget=0 if mode == "plain" else nodes,
         thinking=not asked.no_thinking,
@@ -136,6 +140,8 @@ def _check_combination(asked: argparse.Namespace) -> None:
     for flag, given in (("--system", asked.system is not None), ("--no-thinking", asked.no_thinking)):
         if given and not asked.chat:
             raise UsageError(f"{flag} belongs to a conversation; add --chat or leave it out")
+    if asked.mtp_depth is not None and asked.drafter != MTP:
+        raise UsageError(f"--mtp-depth belongs to the target's MTP module; add --drafter {MTP} or leave it out")
     if asked.echo and asked.chat:
         raise UsageError(
             "--echo joins a text and its continuation; an answer continues no text, so leave out --echo or --chat"
@@ -172,7 +178,8 @@ def _own_names() -> Iterator[None]:
 def _notes(asked: argparse.Namespace, mode: Mode) -> Iterator[str]:
     if mode != asked.mode:
         yield "no --drafter is given for this target, so it decodes plainly"
-    unused = [flag for flag, value in (("--drafter", asked.drafter), ("--budget", asked.budget)) if value is not None]
+    drafting = (("--drafter", asked.drafter), ("--mtp-depth", asked.mtp_depth), ("--budget", asked.budget))
+    unused = [flag for flag, value in drafting if value is not None]
     if mode == "plain" and unused:
         yield f"plain decoding does not use {' and '.join(unused)}"
 

@@ -12,12 +12,13 @@ import torch
 from qwen_gdn.config import ModelConfig
 from qwen_gdn.decode import checked_prompt
 from qwen_gdn.model import QwenGDN
+from qwen_gdn.mtp import MTPConfig
 from weights import CheckpointError, Tokenizer, load_tokenizer, stop_ids
 from weights.configs import read_config
 from weights.files import CONFIG_FILES, resolve
 
 from . import drafters
-from .arguments import UsageError
+from .arguments import MTP, UsageError
 from .options import Options
 
 
@@ -42,7 +43,9 @@ def prepare(options: Options) -> Job:
     with torch.device("meta"):
         target = QwenGDN(read_config(ModelConfig, folder))
     options.check_vocabulary(target.config.vocab_size)
-    if options.drafter is not None:
+    if options.drafter == MTP:
+        _check_module(folder)
+    elif options.drafter is not None:
         _check_pairing(options.drafter, target)
     tokenizer = load_tokenizer(options.target)
     _check_vocabulary(tokenizer, target.config.vocab_size, folder)
@@ -60,6 +63,14 @@ def _check_pairing(source: str, target: QwenGDN) -> None:
         drafter.bind(target)
     except ValueError as error:
         raise UsageError(str(error)) from None
+
+
+def _check_module(folder: Path) -> None:
+    """The target's config has been read before, so what can be wrong with it now is its MTP module."""
+    try:
+        read_config(MTPConfig, folder)
+    except CheckpointError as error:
+        raise UsageError(f"--drafter {MTP}: {error}") from None
 
 
 def _check_vocabulary(tokenizer: Tokenizer, rows: int, folder: Path) -> None:

@@ -23,12 +23,14 @@ from tqdm import tqdm
 
 from qwen_gdn.decode import PREFILL_WINDOW, HybridModel, OnStage
 from qwen_gdn.engine import Engine
-from weights import TextStream, load_drafter, load_target
+from weights import TextStream, load_drafter, load_mtp, load_target
 from weights.files import one_line
 
-from .arguments import UsageError
+from .arguments import MTP, UsageError
 from .checkpoint_sampling import checkpoint_sampling
+from .drafter import DFlashDrafter
 from .loop import NoDrafts, Proposer, Round, generate
+from .mtp import MTPDrafter
 from .options import Options, parse, settled
 from .prepare import Job, prepare
 from .recorded_drafter import RecordedDrafter
@@ -81,7 +83,7 @@ def _explaining(argv: Sequence[str] | None) -> int:
 
 def _run(options: Options) -> int:
     check_source(options.target, "target")
-    if options.drafter is not None:
+    if options.drafter not in (None, MTP):
         check_source(options.drafter, "drafter")
     if options.sampling == "checkpoint":
         options = settled(options, checkpoint_sampling(options.target))
@@ -116,10 +118,10 @@ def _run(options: Options) -> int:
 
 def _models(options: Options, meter: Meter) -> tuple[HybridModel, Proposer]:
     """The target and what proposes to it, as models or as their programs."""
+    drafter = _drafter(options)  # first, for it is small: what is wrong with it shows before a target is read
     target = load_target(options.target, device=options.device, dtype=options.dtype)
-    drafter = options.drafter and load_drafter(options.drafter, device=options.device, dtype=options.dtype)
     if options.engine == "eager":
-        return target, drafter or NoDrafts()
+        return target, drafter
 
     @contextmanager
     def announce(program: str) -> Iterator[None]:
@@ -129,7 +131,17 @@ def _models(options: Options, meter: Meter) -> tuple[HybridModel, Proposer]:
             yield
 
     engine = Engine(target, announce=announce)
-    return engine, RecordedDrafter(drafter, announce=announce) if drafter else NoDrafts()
+    recorded = RecordedDrafter(drafter, announce=announce) if isinstance(drafter, DFlashDrafter) else drafter
+    return engine, recorded
+
+
+def _drafter(options: Options) -> Proposer:
+    if options.drafter is None:
+        return NoDrafts()
+    if options.drafter == MTP:
+        mtp = load_mtp(options.target, device=options.device, dtype=options.dtype)
+        return MTPDrafter(mtp, depth=options.mtp_depth)
+    return load_drafter(options.drafter, device=options.device, dtype=options.dtype)
 
 
 class Page:

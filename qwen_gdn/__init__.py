@@ -7,9 +7,11 @@ from .delta_rule import Factors, delta_chunked, delta_commit, delta_recurrent, d
 from .history import Context, ContextSampler, History
 from .layer_cache import DeltaCache, KVCache
 from .model import Hidden, QwenGDN
+from .mtp import MTP
 from .topology import Topology
 
 __all__ = [
+    "MTP",
     "Branch",
     "Context",
     "ContextSampler",

@@ -19,7 +19,7 @@ from .moe import SparseMoE
 from .norms import RMSNorm
 from .rope import rotation
 
-LayerId = int | Literal["final"]
+LayerId = int | Literal["embedding", "final"]
 
 
 class Hidden(NamedTuple):
@@ -100,7 +100,7 @@ class QwenGDN(nn.Module):
             tokens: integers [B, T], or [T] for a batch of one. For a branch T is its number of nodes.
             memory: the cache to extend, the branch to fill, or None.
             capture: layer ids (0-based; id L is the output of layer L) whose outputs to return, in this order;
-                `"final"` is the state after the final norm.
+                `"embedding"` is what the first layer reads, `"final"` the state after the final norm.
 
         Raises:
             ValueError: tokens, memory or layer ids are not what the model can take. Nothing is changed.
@@ -157,7 +157,7 @@ class QwenGDN(nn.Module):
         c = self.config
         step = Step(rotation(view.positions, c.rotary_dim, c.rope_theta, self.dtype), view.mask, view.causal)
         x = self.embed(tokens.to(self.device))
-        kept: dict[LayerId, Tensor] = {}
+        kept: dict[LayerId, Tensor] = {"embedding": x} if "embedding" in capture else {}
         for i, (layer, lane) in enumerate(zip(self.layers, view.lanes, strict=True)):
             x = layer(x, lane, step)
             if i in capture:
@@ -211,9 +211,11 @@ class QwenGDN(nn.Module):
 def checked_layers(layers: Sequence[LayerId], count: int, what: str = "capture") -> tuple[LayerId, ...]:
     """The ids of layers of a model that has `count` of them; ValueError names the first that is none."""
     if isinstance(layers, str) or not isinstance(layers, Iterable):
-        raise ValueError(f"{what}: needs a sequence of layer ids in [0, {count}) or 'final', got {shown(layers)}")
+        raise ValueError(
+            f"{what}: needs a sequence of layer ids in [0, {count}), 'embedding' or 'final', got {shown(layers)}"
+        )
     ids = tuple(layers)
     for i in ids:
-        if i != "final" and not (isinstance(i, int) and not isinstance(i, bool) and 0 <= i < count):
-            raise ValueError(f"{what}: layer id {shown(i)} is neither 'final' nor in [0, {count})")
+        if i not in ("embedding", "final") and not (isinstance(i, int) and not isinstance(i, bool) and 0 <= i < count):
+            raise ValueError(f"{what}: layer id {shown(i)} is neither 'final' nor in [0, {count}), nor 'embedding'")
     return ids

@@ -241,7 +241,7 @@ def _forward(
     c = model.config
     rope = compiled(rotation)(positions, c.rotary_dim, c.rope_theta, model.dtype)
     x = model.embed(tokens)[None]
-    outputs: dict[LayerId, Tensor] = {}
+    outputs: dict[LayerId, Tensor] = {"embedding": x} if "embedding" in capture else {}
     for i, (layer, own) in enumerate(zip(model.layers, memory, strict=True)):
         x = run(layer, x, rope, own)
         if i in capture:  # any other output need not outlive the next layer

@@ -88,6 +88,28 @@ def target_tensors(config: Mapping[str, Any], seed: int = 0) -> dict[str, Tensor
     return _random(shapes, seed)
 
 
+def mtp_tensors(config: Mapping[str, Any], seed: int = 2) -> dict[str, Tensor]:
+    """Random float32 tensors of the MTP module beside a target, by their names in a checkpoint."""
+    c = config
+    width, head = c["hidden_size"], c["head_dim"]
+    queries, groups = c["num_attention_heads"] * head, c["num_key_value_heads"] * head
+    layer = {
+        "self_attn.q_proj.weight": (2 * queries, width),
+        "self_attn.k_proj.weight": (groups, width),
+        "self_attn.v_proj.weight": (groups, width),
+        "self_attn.o_proj.weight": (width, queries),
+        "self_attn.q_norm.weight": (head,),
+        "self_attn.k_norm.weight": (head,),
+    } | (_sparse_block(c) if "num_experts" in c else _block(width, c["intermediate_size"]))
+    shapes: dict[str, tuple[int, ...]] = {
+        "mtp.fc.weight": (width, 2 * width),
+        "mtp.pre_fc_norm_embedding.weight": (width,),
+        "mtp.pre_fc_norm_hidden.weight": (width,),
+        "mtp.norm.weight": (width,),
+    }
+    return _random(shapes | {f"mtp.layers.0.{name}": shape for name, shape in layer.items()}, seed)
+
+
 def drafter_config(**changes: Any) -> dict[str, Any]:
     """A drafter's config in the current schema, fitting `target_config`."""
     config: dict[str, Any] = {

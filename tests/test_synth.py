@@ -13,12 +13,12 @@ from test_engine import check_same
 from test_weights_eight_bits import FORM, by_hand
 from tiny import EXPERTS
 
-from ddtree import drafters, generate
+from ddtree import MTPDrafter, drafters, generate
 from qwen_gdn import ModelConfig, decode
 from tools import synth
 from tools.synthetic.shrink import is_drafter, shrunk
 from tools.synthetic.tensors import contents
-from weights import load_drafter, load_target, load_tokenizer
+from weights import load_drafter, load_mtp, load_target, load_tokenizer
 
 PUBLISHED = {
     file.stem: json.loads(file.read_text()) for file in sorted((Path(__file__).parent / "published").iterdir())
@@ -133,9 +133,9 @@ def test_a_small_checkpoint_of_every_published_target_loads_and_writes_what_plai
     prompt = load_tokenizer(folder).encode("def f(n):")
     wanted = list(decode(model, prompt, max_new_tokens=16))
     assert len(set(wanted)) > 4
-    text = Moody([*prompt, *wanted], 1)
-    found = emitted(generate(model, text, prompt, max_new_tokens=16, budget=15))
-    check_same(model, prompt, found, wanted)
+    for proposer in (Moody([*prompt, *wanted], 1), MTPDrafter(load_mtp(folder, dtype=torch.float32))):
+        found = emitted(generate(model, proposer, prompt, max_new_tokens=16, budget=15))
+        check_same(model, prompt, found, wanted)
 
 
 @pytest.mark.parametrize("name", [name for name in DRAFTERS if name not in REFUSED])

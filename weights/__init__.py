@@ -3,7 +3,7 @@
 from .chat import ChatTemplate
 from .configs import stop_ids
 from .files import CheckpointError
-from .load import LoadReport, load_drafter, load_target, read_drafter, read_target
+from .load import LoadReport, load_drafter, load_mtp, load_target, read_drafter, read_mtp, read_target
 from .stream import TextStream
 from .tokenizer import Tokenizer, load_tokenizer
 
@@ -14,9 +14,11 @@ __all__ = [
     "TextStream",
     "Tokenizer",
     "load_drafter",
+    "load_mtp",
     "load_target",
     "load_tokenizer",
     "read_drafter",
+    "read_mtp",
     "read_target",
     "stop_ids",
 ]

@@ -1,4 +1,4 @@
-"""Builds a target or a drafter from a checkpoint: every parameter filled exactly once, or one error.
+"""Builds a target, its MTP module or a drafter from a checkpoint: every parameter filled exactly once, or one error.
 
 Modules are built without memory, and all that configs and headers tell is checked before any data are read.
 Targets may be stored in eight bits with a scale a block; they are expanded here. What is quantised in another way is
@@ -20,12 +20,13 @@ from ddtree import drafters
 from ddtree.drafter import DFlashDrafter
 from qwen_gdn.config import ModelConfig
 from qwen_gdn.model import QwenGDN
+from qwen_gdn.mtp import MTP, MTPConfig
 from qwen_gdn.quantised import BlockFP8
 
 from . import names
 from .configs import ConfigKind, read_config
 from .eight_bits import FP8, announcement, expanded, read_scales
-from .files import CONFIG_FILES, INDEX_FILE, Part, Source, fetch_shards, one_line, resolve
+from .files import CONFIG_FILES, INDEX_FILE, CheckpointError, Part, Source, fetch_shards, one_line, resolve
 from .fill import DTYPES, check, fill
 from .shards import Stored, list_tensors, read_index
 from .slots import slots
@@ -78,6 +79,15 @@ def load_drafter(
     return read_drafter(source, device=device, dtype=dtype)[0]
 
 
+def load_mtp(source: Source, *, device: str | torch.device = "cpu", dtype: torch.dtype | None = None) -> MTP:
+    """The MTP module in a target's checkpoint, in eval mode, without gradients; `MTPDrafter` drafts with it.
+
+    Of the checkpoint it reads `mtp.*` alone. Arguments and errors as for `load_target`; a checkpoint whose config
+    states no such module, or that holds none, is refused.
+    """
+    return read_mtp(source, device=device, dtype=dtype)[0]
+
+
 def read_target(
     source: Source, *, device: str | torch.device = "cpu", dtype: torch.dtype | None = None
 ) -> tuple[QwenGDN, LoadReport]:
@@ -92,18 +102,35 @@ def read_drafter(
     return _load(source, _DRAFTER, device, dtype)
 
 
+def read_mtp(
+    source: Source, *, device: str | torch.device = "cpu", dtype: torch.dtype | None = None
+) -> tuple[MTP, LoadReport]:
+    """`load_mtp`, and what was read and left out."""
+    return _load(source, _MTP, device, dtype)
+
+
 class _Kind(NamedTuple):
-    """What differs between the two kinds of checkpoint."""
+    """What differs between the kinds of module; `absent` is said where a checkpoint may be whole without it."""
 
     part: Part
     config: ConfigKind[Any]
     build: Callable[[Any], nn.Module]
     skip: names.Skip
     rename: Callable[[str], str | None]
+    absent: str | None = None
 
 
 _TARGET = _Kind("target", ModelConfig, QwenGDN, names.skip_in_target, names.target_parameter)
 _DRAFTER = _Kind("drafter", drafters, drafters.build, names.skip_in_drafter, lambda name: name)
+_MTP = _Kind(
+    "target",
+    MTPConfig,
+    MTP,
+    names.skip_in_mtp,
+    names.mtp_parameter,
+    "holds no mtp.* tensors, though config.json states an MTP module; fetch a release that keeps them, or use another "
+    "drafter",
+)
 
 
 def _load(source: Source, kind: _Kind, device: str | torch.device, dtype: torch.dtype | None) -> tuple[Any, LoadReport]:
@@ -120,6 +147,8 @@ def _load(source: Source, kind: _Kind, device: str | torch.device, dtype: torch.
     stored = [*listing.stored, *listing.absent]
     places = slots(module, {parameter for name in stored if (parameter := kind.rename(name)) is not None})
     plan = names.plan(stored, places, kind.skip, kind.rename)
+    if kind.absent and not plan.sources and not plan.unknown:
+        raise CheckpointError(f"{folder} {kind.absent}")
     form: BlockFP8 | None = getattr(config, "quantization", None)
     check(folder, places, plan, listing, form)
     wanted = {name: listing.stored[name] for name in plan.sources.values()}

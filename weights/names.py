@@ -12,8 +12,10 @@ TARGET_PREFIXES = ("model.language_model.", "model.")
 HEAD = "lm_head.weight"
 EMBEDDING = "embed_tokens.weight"
 
-# What text generation does not use: the vision tower, the multi-token-prediction head, recomputed buffers.
-_TARGET_SKIPPED_PREFIXES = ("model.visual.", "visual.", "mtp.")
+MTP_PREFIX = "mtp."
+
+# What the model itself does not use: the vision tower, the multi-token-prediction module, recomputed buffers.
+_TARGET_SKIPPED_PREFIXES = ("model.visual.", "visual.", MTP_PREFIX)
 _SKIPPED_SUFFIX = "rotary_emb.inv_freq"
 SCALES = "_scale_inv"
 _QUANTISED_SUFFIXES = (SCALES, ".weight_scale", ".input_scale", ".qweight", ".qzeros", ".scales", ".g_idx")
@@ -57,6 +59,16 @@ def skip_in_target(name: str) -> str | None:
 def skip_in_drafter(name: str) -> str | None:
     """The same for a drafter, which ships nothing but its own layers."""
     return "*." + _SKIPPED_SUFFIX if ("." + name).endswith("." + _SKIPPED_SUFFIX) else None
+
+
+def skip_in_mtp(name: str) -> str | None:
+    """The same for a target's MTP module, which leaves the target itself to others."""
+    return skip_in_drafter(name) if name.startswith(MTP_PREFIX) else f"all but {MTP_PREFIX}*"
+
+
+def mtp_parameter(name: str) -> str | None:
+    """The parameter of an MTP module that a target's tensor fills, or None if it is not the module's."""
+    return name.removeprefix(MTP_PREFIX) if name.startswith(MTP_PREFIX) else None
 
 
 def target_parameter(name: str) -> str | None:

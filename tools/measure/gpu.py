@@ -15,7 +15,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ddtree import DraftTree, Scores, accept, build_tree, drafters, generate
 from ddtree.recorded_drafter import RecordedDrafter
@@ -23,6 +23,7 @@ from qwen_gdn import HybridCache, ModelConfig, QwenGDN, Topology, greedy, prefil
 from qwen_gdn.decode import HybridModel
 from qwen_gdn.engine import Engine
 from qwen_gdn.recorded import Announce
+from tools.measure.floor import Floor, experts_used
 from tools.parity.theirs import twin
 
 MOST = 14  # kernels that are listed of a forward
@@ -49,10 +50,10 @@ def measure(
     clock = Clock(device, shape.repeats)
     bandwidth = read_bandwidth(clock)
     target = random_weights(QwenGDN, ModelConfig.from_dict(shape.target), device, dtype)
-    found: dict[str, Any] = {"bandwidth": bandwidth, "read_bytes": read_bytes(target)}
-    floor = 1e3 * found["read_bytes"] / bandwidth
-    found |= {"floor_ms": floor, "chunks": list(shape.chunks)}
-    say(f"floor {floor:.3f} ms: {found['read_bytes'] / 1e9:.2f} GB at {bandwidth / 1e12:.2f} TB/s")
+    floor = Floor.of(target, bandwidth)
+    found: dict[str, Any] = floor._asdict() | {"floor_ms": floor.milliseconds(), "chunks": list(shape.chunks)}
+    beside = " and what it reads of experts" if floor.expert else ""
+    say(f"floor {floor.milliseconds():.3f} ms: {floor.always / 1e9:.2f} GB{beside} at {bandwidth / 1e12:.2f} TB/s")
     engine = Engine(target, sizes=shape.sizes, chunks=shape.chunks, announce=announce)
     plain = random_weights(drafters.build, drafters.from_dict(shape.drafter), device, dtype)
     drafter = RecordedDrafter(plain, announce=announce)
@@ -75,7 +76,7 @@ def engine_figures(
     engine: Engine,
     drafter: RecordedDrafter,
     clock: "Clock",
-    floor: float,
+    floor: Floor,
     say: Callable[[str], None],
 ) -> Iterator[dict[str, Any]]:
     """The engine at each prefix, one after another on one growing cache."""
@@ -92,12 +93,14 @@ def engine_figures(
             return engine.logits(engine(torch.tensor([7]), cache).final)
 
         found["plain_ms"] = clock.each(step)
+        found["plain_experts"] = used_by(engine, cache, torch.tensor([7]), Topology.chain(1))
         found["plain_kernels"] = kernels(step, engine.device)[:MOST]
-        say(f"prefix {prefix}: plain step {shown(found['plain_ms'], floor)}")
+        say(f"prefix {prefix}: plain step {shown(found['plain_ms'], floor, found['plain_experts'])}")
         found["trees"] = {size: tree_figures(engine, cache, size, clock) for size in shape.sizes}
         for size, one in found["trees"].items():
             say(
-                f"  {size} nodes: verify {shown(one['verify_ms'], floor)}, commit {one['commit_ms']:.3f} ms, "
+                f"  {size} nodes: verify {shown(one['verify_ms'], floor, one['experts'])}, "
+                f"commit {one['commit_ms']:.3f} ms, "
                 f"window {one['window_bytes'] / 2**20:.1f} MiB"
             )
         found["drafter"] = drafter_figures(drafter, max(shape.sizes), clock)
@@ -166,10 +169,18 @@ def tree_figures(engine: Engine, cache: HybridCache, size: int, clock: "Clock") 
     cache.discard()
     return {
         "verify_ms": verified,
+        "experts": used_by(engine, cache, tokens, topology),
         "commit_ms": median(commits[1:]),
         "window_bytes": held,
         "kernels": found,
     }
+
+
+def used_by(engine: Engine, cache: HybridCache, tokens: Tensor, topology: Topology) -> int:
+    """The experts of all layers that a tree's tokens go to; 0 without experts."""
+    used = experts_used(engine.model, lambda: engine.model(tokens[None].to(engine.device), cache.branch(topology)))
+    cache.discard()
+    return used
 
 
 def kernels(call: Callable[[], object], device: torch.device) -> list[dict[str, Any]]:
@@ -307,7 +318,7 @@ def peak_memory(device: torch.device) -> Iterator[Callable[[], int]]:
 
 
 def transformers_figures(
-    shape: Shape, target: QwenGDN, clock: "Clock", floor: float, say: Callable[[str], None]
+    shape: Shape, target: QwenGDN, clock: "Clock", floor: Floor, say: Callable[[str], None]
 ) -> dict[str, Any]:
     """Prefill and one token of transformers, eager, on the same weights."""
     raw = shape.target.get("text_config", shape.target)
@@ -332,12 +343,6 @@ def read_bandwidth(clock: "Clock") -> float:
     count = 2**30 if clock.device.type == "cuda" else 2**26
     data = torch.ones(count, device=clock.device)
     return 1e3 * data.nbytes / clock.each(lambda: data.sum())
-
-
-def read_bytes(model: QwenGDN) -> int:
-    """Bytes of every weight that a forward and its head read whole."""
-    head = model.embed_tokens.weight.nbytes if model.lm_head is None else 0
-    return head + sum(part.weight.nbytes for part in model.modules() if isinstance(part, nn.Linear))
 
 
 def random_weights(kind: Any, config: Any, device: torch.device, dtype: torch.dtype) -> Any:
@@ -395,8 +400,9 @@ class Clock:
             torch.cuda.synchronize(self.device)
 
 
-def shown(milliseconds: float, floor: float) -> str:
-    return f"{milliseconds:.3f} ms ({milliseconds / floor:.2f} x the floor)"
+def shown(milliseconds: float, floor: Floor, experts: int = 0) -> str:
+    read = f" of {floor.bytes_read(experts) / 1e9:.2f} GB with {experts} experts" if experts else ""
+    return f"{milliseconds:.3f} ms ({milliseconds / floor.milliseconds(experts):.2f} x the floor{read})"
 
 
 def gibibytes(count: int) -> str:

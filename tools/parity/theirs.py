@@ -42,10 +42,10 @@ def twin(ours: QwenGDN, raw: Mapping[str, Any], dtype: torch.dtype | None = None
         raw: the parsed config of ours, its text part flat.
         dtype: of every weight, as transformers has it; None is ours.
     """
-    library = transformers()
-    config = library.Qwen3_5TextConfig(**raw)
+    library, family = transformers(), "Qwen3_5" if ours.config.experts is None else "Qwen3_5Moe"
+    config = getattr(library, f"{family}TextConfig")(**raw)
     with torch.device("meta"):
-        model = library.Qwen3_5ForCausalLM(config)
+        model = getattr(library, f"{family}ForCausalLM")(config)
     dtype = dtype or ours.dtype
     weights = {_their_name(name): weight.detach().to(dtype) for name, weight in ours.named_parameters()}
     weights.setdefault("lm_head.weight", weights["model.embed_tokens.weight"])
