@@ -125,11 +125,7 @@ def parse(argv: Sequence[str] | None = None) -> Options:
 
 
 def settled(options: Options, defaults: Mapping[str, Any]) -> Options:
-    """The options with these defaults for sampling settings that were not given, and a seed if one is needed.
-
-    Raises:
-        UsageError: a value is wrong.
-    """
+    """The options with these defaults for sampling settings that were not given, and a seed if one is needed."""
     options = replace(options, **{name: value for name, value in defaults.items() if name not in options.explicit})
     random = options.temperature > 0 and options.top_k != 1
     seed = secrets.randbits(32) if options.seed is None and random else options.seed
