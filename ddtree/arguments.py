@@ -160,25 +160,49 @@ def _add_decoding(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--max-new-tokens", type=whole(), default=128, metavar="N", help="stop after N tokens (default: %(default)s)"
     )
-    sampling: tuple[tuple[str, str, Callable[[str], float], str], ...] = (
-        ("temperature", "T", float, "0 takes the likeliest token"),
-        ("top_k", "K", int, "draw from this many likeliest tokens, 0 for all"),
-        ("top_p", "P", float, "draw from the likeliest tokens that hold this mass"),
-    )
-    for name, letter, kind, meaning in sampling:
-        group.add_argument(
-            "--" + name.replace("_", "-"),
-            type=kind,
-            default=default(make_sampler, name),
-            metavar=letter,
-            help=f"{meaning} (default: %(default)s)",
-        )
+    _add_sampling(group)
     group.add_argument(
         "--seed",
         type=int,
         metavar="N",
         help="of the sampler (default: drawn, and reported); with the same options it gives the same text on one "
         "machine, but modes and budgets spend its numbers differently",
+    )
+
+
+def _add_sampling(group: argparse._ArgumentGroup) -> None:
+    settings: tuple[tuple[str, str, Callable[[str], float], str], ...] = (
+        ("temperature", "T", float, "0 takes the likeliest token"),
+        ("top_k", "K", int, "draw from this many likeliest tokens, 0 for all"),
+        ("top_p", "P", float, "draw from the likeliest tokens that hold this mass"),
+        ("min_p", "P", float, "draw from tokens at least this share as likely as the likeliest"),
+        ("presence_penalty", "X", float, "taken from the logits of tokens written before"),
+        ("frequency_penalty", "X", float, "taken from a token's logit for each time it was written"),
+        ("repetition_penalty", "X", float, "above 1 makes tokens of the prompt and the text less likely"),
+    )
+    # Values that are not given stay away, so that they can be told from those that are.
+    for name, letter, kind, meaning in settings:
+        group.add_argument(
+            "--" + name.replace("_", "-"),
+            type=kind,
+            default=argparse.SUPPRESS,
+            metavar=letter,
+            help=f"{meaning} (default: {default(make_sampler, name)})",
+        )
+    group.add_argument(
+        "--logit-bias",
+        type=bias,
+        action="append",
+        default=argparse.SUPPRESS,
+        metavar="ID=VALUE",
+        help="add this to the logit of a token id; may be given for several, -1e30 forbids one (default: none)",
+    )
+    group.add_argument(
+        "--sampling",
+        choices=("library", "checkpoint"),
+        default="library",
+        help="whose defaults these options have: those named above, or what the target's generation_config.json states "
+        "(default: %(default)s)",
     )
 
 
@@ -191,6 +215,15 @@ def whole(least: int = 0, most: int = _MOST) -> Callable[[str], int]:
         return int(text)
 
     return read
+
+
+def bias(text: str) -> tuple[int, float]:
+    """A type of argument: a token id and what is added to its logit."""
+    token, _, value = text.partition("=")
+    try:
+        return whole()(token), float(value)
+    except (argparse.ArgumentTypeError, ValueError):
+        raise argparse.ArgumentTypeError(f"must be ID=VALUE, as 220=-1.5, got {text!r}") from None
 
 
 def source(text: str) -> str:

@@ -17,11 +17,12 @@ from qwen_gdn.cache import HybridCache
 from qwen_gdn.checked import checked_callables, checked_count
 from qwen_gdn.decode import (
     PREFILL_WINDOW,
+    Draws,
     HybridModel,
     OnStage,
     Sampler,
-    checked_draws,
     checked_prompt,
+    checked_sampler,
     checked_stops,
     fitting_cache,
     greedy,
@@ -100,6 +101,7 @@ def generate(
     stop_ids: Collection[int] = (),
     sampler: Sampler = greedy,
     cache: HybridCache | None = None,
+    earlier_ids: Sequence[int] | Tensor = (),
     build: Build = build_tree,
     prefill_window: int = PREFILL_WINDOW,
     on_stage: OnStage = nullcontext,
@@ -117,6 +119,7 @@ def generate(
         stop_ids: the first of these that is emitted ends the generation, wherever in a round it stands.
         cache: memory to continue from; the prompt follows what it holds, and the drafter is taken to have observed
             just those rows. With None or an empty cache the drafter is reset.
+        earlier_ids: the tokens that the cache holds already, for samplers that depend on them, as `decode` takes them.
         build: makes a tree of at most `budget` nodes from a root and scores: `build_tree`, `build_chain` or your own.
             Nodes too deep to be emitted any more are dropped.
         prefill_window: tokens of the prompt per forward.
@@ -132,11 +135,12 @@ def generate(
     stops = checked_stops(stop_ids)
     checked_callables(sampler=sampler, build=build, on_stage=on_stage)
     cache = fitting_cache(target, cache, prompt.shape[1] + max_new_tokens - 1)
+    draws = checked_sampler(target, sampler, prompt, cache, earlier_ids)
     drafter.bind(target)
     layers = checked_layers(drafter.layers, target.config.num_hidden_layers, "drafter: layers")
     if cache.length == 0:
         drafter.reset()
-    loop = _Loop(target, drafter, layers, cache, sampler, stops, on_stage)
+    loop = _Loop(target, drafter, layers, cache, draws, stops, on_stage)
     return loop.run(prompt, max_new_tokens, budget, build, prefill_window)
 
 
@@ -149,7 +153,7 @@ class _Loop:
         drafter: Proposer,
         layers: Sequence[LayerId],
         cache: HybridCache,
-        sampler: Sampler,
+        draws: Draws,
         stop_ids: frozenset[int],
         on_stage: OnStage,
     ) -> None:
@@ -157,7 +161,7 @@ class _Loop:
         self.drafter = drafter
         self.layers = layers
         self.cache = cache
-        self.sampler = sampler
+        self.draws = draws
         self.stop_ids = stop_ids
         self.on_stage = on_stage
 
@@ -172,12 +176,14 @@ class _Loop:
             with self.on_stage("sample"):
                 root = self.draws(self.target.logits(last))[0]
         del last  # a view, which would keep the prompt's last window alive
+        self.draws.emitted([root])
         count -= 1
         yield Round((root,), 0, 0)
         while count and root not in self.stop_ids:
             tree = self.draft(root, count - 1, budget, build)
             with self.cache.transaction():
                 done = self.verify(tree)
+            self.draws.emitted(done.tokens)
             yield done
             root = done.tokens[-1]
             count -= len(done.tokens)
@@ -213,15 +219,11 @@ class _Loop:
             hidden = self.forward(tree)
             logits = self.target.logits(hidden.final[0])
         with self.on_stage("sample"):
-            path, bonus = accept(tree, torch.tensor(self.draws(logits)))
+            path, bonus = accept(tree, torch.tensor(self.draws(logits, *tree)))
             tokens = self.cut([*tree.tokens[path[1:]].tolist(), bonus])
         with self.on_stage("commit"):
             self.keep(tree, path[: len(tokens)], hidden)
         return Round(tokens, drafted=len(tree.topology) - 1, accepted=len(path) - 1)
-
-    def draws(self, logits: Tensor) -> list[int]:
-        """The target's own token for each row."""
-        return checked_draws(self.sampler(logits), *logits.shape)
 
     def forward(self, tree: DraftTree) -> Hidden:
         """The tree through a window; a root alone needs none, since it is kept whatever is drawn."""

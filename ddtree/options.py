@@ -4,13 +4,16 @@ import argparse
 import re
 import secrets
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 
-from qwen_gdn.decode import Sampler, greedy
+from qwen_gdn.decode import Sampler
+from qwen_gdn.history import ContextSampler
 
 from .arguments import BUNDLED, DTYPE_NAMES, MTP, UsageError, default, parser
 from .loop import generate
@@ -19,6 +22,9 @@ from .sampling import make_sampler
 
 Mode = Literal["tree", "chain", "plain"]
 EngineKind = Literal["eager", "graph"]
+
+CUTS = ("top_k", "top_p", "min_p")
+SAMPLING = ("temperature", *CUTS, "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias")
 
 
 @dataclass(frozen=True)
@@ -30,6 +36,8 @@ class Options:
         drafter: its source, or the word for the target's own MTP module; None just where `mode` is plain.
         mtp_depth: tokens that an MTP module drafts ahead.
         budget: nodes drafted a round, the root not counted; 0 where `mode` is plain.
+        sampling: whose defaults the sampling settings have; `settled` puts those of a checkpoint in place.
+        explicit: sampling settings that were given.
         seed: of the sampler, drawn if none was given; None if none was given and nothing is drawn at random.
         dtype: None leaves it to the loader.
         notes: what the user should know about how options were taken.
@@ -45,6 +53,13 @@ class Options:
     temperature: float
     top_k: int
     top_p: float
+    min_p: float
+    presence_penalty: float
+    frequency_penalty: float
+    repetition_penalty: float
+    logit_bias: Mapping[int, float] | None
+    sampling: Literal["library", "checkpoint"]
+    explicit: frozenset[str]
     seed: int | None
     chat: bool
     system: str | None
@@ -58,18 +73,25 @@ class Options:
 
     def sampler(self) -> Sampler:
         """A new sampler, at the start of its seed's stream."""
-        return make_sampler(self.temperature, top_k=self.top_k, top_p=self.top_p, seed=self.seed)
+        return make_sampler(seed=self.seed, **{name: getattr(self, name) for name in SAMPLING})
+
+    def check_vocabulary(self, vocab: int) -> None:
+        """UsageError if the sampler names a token beyond the vocabulary."""
+        sampler = self.sampler()
+        if isinstance(sampler, ContextSampler):
+            with _own_names():
+                sampler.check(vocab)
 
     def settings(self) -> dict[str, Any]:
         """What shapes the text, the prompt and the seed aside."""
-        names = ("target", "drafter", "mode", "budget", "max_new_tokens", "temperature", "top_k", "top_p")
+        names = ("target", "drafter", "mode", "budget", "max_new_tokens", *SAMPLING)
         return {name: getattr(self, name) for name in (*names, "chat", "system", "thinking", "engine")}
 
 
 def parse(argv: Sequence[str] | None = None) -> Options:
     """Options from arguments (None: those of the process).
 
-    Reads the prompt from standard input if it is `-`, and draws a seed if one is needed and none was given.
+    Reads the prompt from standard input if it is `-`. Sampling is `settled` unless a checkpoint must be read for it.
 
     Raises:
         UsageError: a value or a combination of options is wrong.
@@ -77,15 +99,16 @@ def parse(argv: Sequence[str] | None = None) -> Options:
     """
     asked = parser().parse_args(argv)
     _check_combination(asked)
-    random = _draws_at_random(asked)
+    sampling = _given_sampling(asked)
     drafter = asked.drafter or (BUNDLED if asked.target == BUNDLED else None)
     mode: Mode = asked.mode if drafter else "plain"
     nodes = default(generate, "budget") if asked.budget is None else asked.budget
-    drawn = secrets.randbits(32) if asked.seed is None and random else asked.seed
     device = asked.device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    kept = ("target", "max_new_tokens", "temperature", "top_k", "top_p", "chat", "json", "echo")
-    return Options(
+    kept = ("target", "max_new_tokens", "sampling", "seed", "chat", "json", "echo")
+    options = Options(
         **{name: getattr(asked, name) for name in kept},
+        **{name: default(make_sampler, name) for name in SAMPLING} | sampling,
+        explicit=frozenset(sampling),
         device=device,
         engine=("graph" if device.type == "cuda" else "eager") if asked.engine == "auto" else asked.engine,
         dtype=DTYPE_NAMES.get(asked.dtype),
@@ -93,12 +116,20 @@ def parse(argv: Sequence[str] | None = None) -> Options:
         mtp_depth=default(MTPDrafter, "depth") if asked.mtp_depth is None else asked.mtp_depth,
         mode=mode,
         budget=0 if mode == "plain" else nodes,
-        seed=drawn,
         thinking=not asked.no_thinking,
         notes=tuple(_notes(asked, mode)),
         system=None if asked.system is None else _text("--system", asked.system),
         prompt=_prompt(asked.prompt),
     )
+    return options if options.sampling == "checkpoint" else settled(options, {})
+
+
+def settled(options: Options, defaults: Mapping[str, Any]) -> Options:
+    """The options with these defaults for sampling settings that were not given, and a seed if one is needed."""
+    options = replace(options, **{name: value for name, value in defaults.items() if name not in options.explicit})
+    random = options.temperature > 0 and options.top_k != 1
+    seed = secrets.randbits(32) if options.seed is None and random else options.seed
+    return replace(options, seed=seed, notes=(*options.notes, *_without_effect(options)))
 
 
 def _check_combination(asked: argparse.Namespace) -> None:
@@ -113,15 +144,31 @@ def _check_combination(asked: argparse.Namespace) -> None:
         )
 
 
-def _draws_at_random(asked: argparse.Namespace) -> bool:
-    """Whether the sampler that is asked for draws anything at random."""
+def _given_sampling(asked: argparse.Namespace) -> dict[str, Any]:
+    """Sampling settings that were given, each in its range; the bias as a mapping."""
+    given = {name: getattr(asked, name) for name in SAMPLING if hasattr(asked, name)}
+    if "logit_bias" in given:
+        given["logit_bias"] = _bias(given["logit_bias"])
+    with _own_names():
+        make_sampler(seed=asked.seed, **given)
+    return given
+
+
+def _bias(given: Sequence[tuple[int, float]]) -> dict[int, float]:
+    twice = [token for token, count in Counter(token for token, _ in given).items() if count > 1]
+    if twice:
+        raise UsageError(f"--logit-bias: token id {twice[0]} is given more than once; give it one value")
+    return dict(given)
+
+
+@contextmanager
+def _own_names() -> Iterator[None]:
+    """Errors of the library, which names its own arguments, as errors that name the options."""
     try:
-        sampler = make_sampler(asked.temperature, top_k=asked.top_k, top_p=asked.top_p, seed=asked.seed)
+        yield
     except ValueError as error:
-        # The library names its own arguments.
         named = re.sub(r"sampler: (\w+)", lambda found: "--" + found[1].replace("_", "-"), str(error))
         raise UsageError(named) from None
-    return sampler is not greedy
 
 
 def _notes(asked: argparse.Namespace, mode: Mode) -> Iterator[str]:
@@ -131,11 +178,15 @@ def _notes(asked: argparse.Namespace, mode: Mode) -> Iterator[str]:
     unused = [flag for flag, value in drafting if value is not None]
     if mode == "plain" and unused:
         yield f"plain decoding does not use {' and '.join(unused)}"
-    cut = any(getattr(asked, name) != default(make_sampler, name) for name in ("top_k", "top_p"))
-    if asked.temperature == 0 and (cut or asked.seed is not None):
-        yield "at --temperature 0 nothing is drawn at random; --top-k, --top-p and --seed change nothing"
-    elif asked.temperature > 0 and asked.top_k == 1:
-        yield "with --top-k 1 nothing is drawn at random; --temperature, --top-p and --seed change nothing"
+
+
+def _without_effect(options: Options) -> Iterator[str]:
+    """Notes on given sampling settings that change nothing."""
+    cut = any(getattr(options, name) != default(make_sampler, name) for name in options.explicit.intersection(CUTS))
+    if options.temperature == 0 and (cut or options.seed is not None):
+        yield "at --temperature 0 nothing is drawn at random; --top-k, --top-p, --min-p and --seed change nothing"
+    elif options.temperature > 0 and options.top_k == 1:
+        yield "with --top-k 1 nothing is drawn at random; --temperature, --top-p and --seed change nothing, nor --min-p"
 
 
 def _prompt(given: str) -> str:

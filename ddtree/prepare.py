@@ -42,6 +42,7 @@ def prepare(options: Options) -> Job:
     folder = resolve(options.target, "target", CONFIG_FILES)
     with torch.device("meta"):
         target = QwenGDN(read_config(ModelConfig, folder))
+    options.check_vocabulary(target.config.vocab_size)
     if options.drafter == MTP:
         _check_module(folder)
     elif options.drafter is not None:

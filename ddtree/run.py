@@ -27,10 +27,11 @@ from weights import TextStream, load_drafter, load_mtp, load_target
 from weights.files import one_line
 
 from .arguments import MTP, UsageError
+from .checkpoint_sampling import checkpoint_sampling
 from .drafter import DFlashDrafter
 from .loop import NoDrafts, Proposer, Round, generate
 from .mtp import MTPDrafter
-from .options import Options, parse
+from .options import Options, parse, settled
 from .prepare import Job, prepare
 from .recorded_drafter import RecordedDrafter
 from .report import Figures, Meter, lines
@@ -84,6 +85,8 @@ def _run(options: Options) -> int:
     check_source(options.target, "target")
     if options.drafter not in (None, MTP):
         check_source(options.drafter, "drafter")
+    if options.sampling == "checkpoint":
+        options = settled(options, checkpoint_sampling(options.target))
     job = prepare(options)
     for note in (*options.notes, *job.notes):
         _say(f"note: {note}")

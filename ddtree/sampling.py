@@ -1,19 +1,21 @@
 """Samplers: callables that draw one token from each row of logits. Greedy decoding is one of them.
 
-A sampler knows nothing of trees or drafts. That is what keeps speculative output exact: the target's tokens
-are drawn the same way with and without a draft tree.
+A sampler knows nothing of drafts: of a tree it sees rows of logits, and, if it has penalties, the tokens before each.
+That is what keeps speculative output exact: the target's tokens are drawn the same way with and without a draft tree.
 """
 
 import math
+from collections.abc import Mapping
 from numbers import Real
 
 import torch
 from torch import Tensor
 
-from qwen_gdn.checked import shown
+from qwen_gdn.checked import as_integer, shown
 from qwen_gdn.decode import Sampler, check_peaks, check_shape, greedy
 from qwen_gdn.norms import at_least_float32
 
+from .penalties import Adjusted, Penalties
 from .tree import ranked
 
 # Logits are divided by no less and no more than these, which keeps the quotient meaningful in float32:
@@ -28,38 +30,87 @@ def make_sampler(
     *,
     top_k: int = 0,
     top_p: float = 1.0,
+    min_p: float = 0.0,
+    presence_penalty: float = 0.0,
+    frequency_penalty: float = 0.0,
+    repetition_penalty: float = 1.0,
+    logit_bias: Mapping[int, float] | None = None,
     seed: int | None = None,
     device: torch.device | str | None = None,
 ) -> Sampler:
     """A sampler [N, vocab] -> int64 [N]; the rows are drawn independently.
 
-    Logits are divided by `temperature`, cut to the `top_k` likeliest tokens, renormalised, then cut to the
-    `top_p` nucleus and renormalised again. Both cuts order tokens by descending probability, equal ones by
-    ascending id, and keep at least one.
+    In this order: `logit_bias` is added; `repetition_penalty`, then `frequency_penalty` and `presence_penalty` are
+    applied; what results is divided by `temperature`, cut to the `top_k` likeliest tokens, renormalised, cut to the
+    `top_p` nucleus, renormalised, and cut by `min_p`. The cuts order tokens by descending probability, equal ones by
+    ascending id, and keep at least one. Bias and penalties act at temperature 0 too, and with `top_k` 1.
+
+    Penalties depend on the tokens that precede each row: those of the history and, in a tree, of the node's own path.
+    A sampler that has some is a `ContextSampler`; `decode` and `generate` tell it, and called on logits alone it
+    raises. The prompt is all that a generation did not emit itself: `prompt_ids` and what the cache held before
+    (`earlier_ids`), answers of earlier turns included.
 
     Args:
-        temperature: 0 takes the likeliest token (the lowest id among equals), as does `top_k` 1.
+        temperature: 0 takes the likeliest token (the lowest id among equals), as does `top_k` 1. Nothing is then drawn
+            at random, and the other cuts, which would keep that token, and the seed change nothing.
         top_k: how many tokens to keep, exactly; 0, or any number above the vocabulary, keeps all.
         top_p: a token is kept while the mass of those before it is below this (to rounding), so what is kept
             is the shortest run of likeliest tokens whose mass reaches `top_p`; 1 keeps all.
+        min_p: a token is dropped if its probability is below this share of the likeliest one's; 0 drops none.
+        presence_penalty: taken once from the logit of every token that this generation has emitted.
+        frequency_penalty: taken from a token's logit as often as this generation has emitted it.
+        repetition_penalty: divides positive logits of tokens that the prompt or this generation holds, and
+            multiplies the others of them; 1 does nothing, less than 1 favours repetition.
+        logit_bias: what is added to a token's logit, by token id; -1e30 forbids a token.
         seed: of the sampler's own generator, torch's global one is never used; None asks the system for one.
         device: of that generator; None is the device of the first logits drawn from.
 
     Raises:
         ValueError: an argument is out of its range. The sampler itself raises it for logits that are not
-            [N, vocab] and for a row whose greatest logit is not finite (NaN, +inf, or nothing but -inf).
+            [N, vocab], for a row whose greatest logit is not finite (NaN, +inf, or nothing but -inf), and for a bias
+            on a token outside the vocabulary, which `decode` and `generate` refuse at their call.
     """
+    _check_cuts(temperature, top_k, top_p, min_p)
+    penalties = _checked_penalties(repetition_penalty, frequency_penalty, presence_penalty)
+    bias = _checked_bias(logit_bias)
+    if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool) or not -(2**63) <= seed < 2**64):
+        raise ValueError(f"sampler: seed must be an int and lie in [-2^63, 2^64), got {shown(seed)}")
+    likeliest = temperature == 0 or top_k == 1
+    sampler = greedy if likeliest else Stochastic(temperature, top_k, top_p, min_p, Uniform(seed, device))
+    return Adjusted(sampler, bias, penalties) if bias or penalties != Penalties() else sampler
+
+
+def _check_cuts(temperature: float, top_k: int, top_p: float, min_p: float) -> None:
     if not (_is_number(temperature) and math.isfinite(temperature) and temperature >= 0):
         raise ValueError(f"sampler: temperature must be finite and at least 0, got {shown(temperature)}")
     if not isinstance(top_k, int) or isinstance(top_k, bool) or top_k < 0:
         raise ValueError(f"sampler: top_k must be an int of at least 0 (0 keeps every token), got {shown(top_k)}")
     if not (_is_number(top_p) and 0 < top_p <= 1):
         raise ValueError(f"sampler: top_p must lie in (0, 1], got {shown(top_p)}")
-    if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool) or not -(2**63) <= seed < 2**64):
-        raise ValueError(f"sampler: seed must be an int and lie in [-2^63, 2^64), got {shown(seed)}")
-    if temperature == 0 or top_k == 1:
-        return greedy
-    return Stochastic(temperature, top_k, top_p, Uniform(seed, device))
+    if not (_is_number(min_p) and 0 <= min_p <= 1):
+        raise ValueError(f"sampler: min_p must lie in [0, 1], got {shown(min_p)}")
+
+
+def _checked_penalties(repetition: float, frequency: float, presence: float) -> Penalties:
+    if not (_is_number(repetition) and COLDEST <= repetition <= HOTTEST):
+        raise ValueError(f"sampler: repetition_penalty must lie in [{COLDEST}, {HOTTEST}], got {shown(repetition)}")
+    for name, penalty in (("frequency_penalty", frequency), ("presence_penalty", presence)):
+        if not (_is_number(penalty) and abs(penalty) <= HOTTEST):
+            raise ValueError(f"sampler: {name} must lie in [-{HOTTEST}, {HOTTEST}], got {shown(penalty)}")
+    return Penalties(float(repetition), float(frequency), float(presence))
+
+
+def _checked_bias(logit_bias: Mapping[int, float] | None) -> dict[int, float]:
+    """The bias without entries of 0, which do nothing."""
+    if not isinstance(logit_bias, Mapping | None):
+        raise ValueError(f"sampler: logit_bias must map token ids to numbers, got {shown(logit_bias)}")
+    for token, value in (logit_bias or {}).items():
+        number = as_integer(token)
+        if number is None or number < 0:
+            raise ValueError(f"sampler: logit_bias must name token ids, ints of at least 0, got {shown(token)}")
+        if not (_is_number(value) and abs(value) <= HOTTEST):
+            raise ValueError(f"sampler: logit_bias must lie in [-{HOTTEST}, {HOTTEST}], got {shown(value)} at {token}")
+    return {int(token): float(value) for token, value in (logit_bias or {}).items() if value}
 
 
 def _is_number(value: object) -> bool:
@@ -91,15 +142,16 @@ class Uniform:
 
 
 class Stochastic:
-    """Draws by temperature, top-k and top-p; made and documented by `make_sampler`.
+    """Draws by temperature, top-k, top-p and min-p; made and documented by `make_sampler`.
 
     Probabilities are float32, or float64 for float64 logits. A row takes two uniform numbers a draw.
     """
 
-    def __init__(self, temperature: float, top_k: int, top_p: float, uniform: Uniform) -> None:
+    def __init__(self, temperature: float, top_k: int, top_p: float, min_p: float, uniform: Uniform) -> None:
         self.temperature = temperature
         self.top_k = top_k
         self.top_p = top_p
+        self.min_p = min_p
         self.uniform = uniform
 
     def __call__(self, logits: Tensor) -> Tensor:
@@ -125,11 +177,13 @@ class Stochastic:
         if self.top_p < 1:
             weights, places, short = nucleus(weights, self.top_p, few)
             names = places if names is None else names.gather(1, places)
+        if self.min_p > 0:
+            weights = likely(weights, self.min_p)
         drawn = draw(weights, uniform).unsqueeze(1)
         return drawn if names is None else names.gather(1, drawn), short
 
     def __repr__(self) -> str:
-        settings = f"temperature={self.temperature}, top_k={self.top_k}, top_p={self.top_p}"
+        settings = f"temperature={self.temperature}, top_k={self.top_k}, top_p={self.top_p}, min_p={self.min_p}"
         return f"Stochastic({settings}, seed={self.uniform.seed})"
 
 
@@ -166,6 +220,12 @@ def nucleus(probabilities: Tensor, top_p: float, few: int) -> tuple[Tensor, Tens
     cut = weights.cumsum(-1, dtype=torch.float64) - weights >= enough
     cut[:, 0] = False
     return weights.masked_fill(cut, 0), columns, short
+
+
+def likely(weights: Tensor, min_p: float) -> Tensor:
+    """The weights [N, width], 0 where they are below `min_p` of the row's greatest (to rounding)."""
+    least = weights.amax(-1, keepdim=True) * (min_p * (1 - 8 * torch.finfo(weights.dtype).eps))
+    return weights.masked_fill(weights < least, 0)
 
 
 def draw(weights: Tensor, uniform: Tensor) -> Tensor:

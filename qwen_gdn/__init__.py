@@ -4,6 +4,7 @@ from .cache import Branch, HybridCache
 from .config import ModelConfig
 from .decode import Sampler, decode, greedy, prefill
 from .delta_rule import Factors, delta_chunked, delta_commit, delta_recurrent, delta_tree
+from .history import Context, ContextSampler, History
 from .layer_cache import DeltaCache, KVCache
 from .model import Hidden, QwenGDN
 from .mtp import MTP
@@ -12,9 +13,12 @@ from .topology import Topology
 __all__ = [
     "MTP",
     "Branch",
+    "Context",
+    "ContextSampler",
     "DeltaCache",
     "Factors",
     "Hidden",
+    "History",
     "HybridCache",
     "KVCache",
     "ModelConfig",

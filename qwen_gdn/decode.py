@@ -15,10 +15,13 @@ from torch import Tensor
 from .cache import Branch, HybridCache
 from .checked import as_integer, checked_callables, checked_count, holds_integers, shown
 from .config import ModelConfig
+from .history import Context, ContextSampler, History
 from .lanes import Memory
 from .model import Hidden, LayerId
+from .topology import Topology
 
 PREFILL_WINDOW = 2048
+_ALONE = Topology([-1])
 
 
 class HybridModel(Protocol):
@@ -47,7 +50,10 @@ class HybridModel(Protocol):
 
 
 Sampler = Callable[[Tensor], Tensor]
-"""Draws one token id for each row of logits: [N, vocab] -> int64 [N], on the CPU or on their device."""
+"""Draws one token id for each row of logits: [N, vocab] -> int64 [N], on the CPU or on their device.
+
+One that has to know the tokens before each row is a `ContextSampler`, which is called with them as well.
+"""
 
 
 OnStage = Callable[[str], AbstractContextManager[object]]
@@ -83,6 +89,28 @@ def check_peaks(peaks: Tensor) -> None:
         raise ValueError(f"{where}, it must be finite: the row holds NaN, +inf or only -inf")
 
 
+class Draws:
+    """A sampler at work in one generation: checked, and told what it reads."""
+
+    def __init__(self, sampler: Sampler, prompt: Tensor) -> None:
+        """The prompt, int64 [T] on the CPU, begins with what the cache holds before it."""
+        self._sampler = sampler
+        self._reader = sampler if isinstance(sampler, ContextSampler) and sampler.reads_history else None
+        self._history = History(prompt if self._reader else prompt[:0])
+
+    def __call__(self, logits: Tensor, tokens: Tensor | None = None, topology: Topology = _ALONE) -> list[int]:
+        """Token ids for rows of logits: those of a tree or, without one, the row that follows the last token."""
+        if self._reader is None:
+            return checked_draws(self._sampler(logits), *logits.shape)
+        root = torch.tensor(self._history.tokens[-1:]) if tokens is None else tokens
+        return checked_draws(self._reader(logits, Context(self._history, root, topology)), *logits.shape)
+
+    def emitted(self, tokens: Sequence[int]) -> None:
+        """Takes up what was emitted, once the cache has."""
+        if self._reader is not None:
+            self._history.extend(tokens)
+
+
 def decode(
     model: HybridModel,
     prompt_ids: Sequence[int] | Tensor,
@@ -91,28 +119,33 @@ def decode(
     stop_ids: Collection[int] = (),
     sampler: Sampler = greedy,
     cache: HybridCache | None = None,
+    earlier_ids: Sequence[int] | Tensor = (),
 ) -> Iterator[int]:
     """Emits up to `max_new_tokens` token ids; a stop id is emitted and ends it.
 
     Args:
         prompt_ids: ids, a sequence or a tensor [T] or [1, T], of at least one token.
         cache: memory to continue from; the prompt follows what it holds. None makes one of the right size.
+        earlier_ids: the tokens that the cache holds already, for samplers that depend on them, to which they are part
+            of the prompt. A turn's last emitted token is not among them: it begins the next turn's prompt.
 
     Raises:
         ValueError: at the call, before any forward: an empty prompt, an id outside the vocabulary, a negative
-            count, stop ids that are no integers, a cache of another model or batch, or too small. Later, from a
-            token: `sampler` returned something else than one id of the vocabulary.
+            count, stop ids that are no integers, a cache of another model or batch, or too small, a sampler that is
+            none for this vocabulary, or earlier ids that are needed, or given, in another number than the cache
+            holds. Later, from a token: `sampler` returned something else than one id of the vocabulary.
     """
     prompt = checked_prompt(model, prompt_ids, max_new_tokens)
     stops = checked_stops(stop_ids)
     checked_callables(sampler=sampler)
     cache = fitting_cache(model, cache, prompt.shape[1] + max_new_tokens - 1)
-    return _decode(model, prompt, max_new_tokens, stops, sampler, cache)
+    draws = checked_sampler(model, sampler, prompt, cache, earlier_ids)
+    return _decode(model, prompt, max_new_tokens, stops, draws, cache)
 
 
 @torch.no_grad()
 def _decode(
-    model: HybridModel, prompt: Tensor, count: int, stop_ids: frozenset[int], sampler: Sampler, cache: HybridCache
+    model: HybridModel, prompt: Tensor, count: int, stop_ids: frozenset[int], draws: Draws, cache: HybridCache
 ) -> Iterator[int]:
     if count == 0:
         with cache.transaction():
@@ -122,7 +155,8 @@ def _decode(
     for emitted in range(1, count + 1):
         with cache.transaction():
             logits = model.logits(prefill(model, step, cache))
-            token = checked_draws(sampler(logits), *logits.shape)[0]
+            token = draws(logits)[0]
+        draws.emitted([token])
         yield token
         if emitted == count or token in stop_ids:
             return
@@ -168,19 +202,48 @@ def prefill(
 def checked_prompt(model: HybridModel, prompt_ids: Sequence[int] | Tensor, max_new_tokens: int) -> Tensor:
     """The prompt as int64 [1, T] on the CPU; ValueError names what is wrong with it or with the count."""
     checked_count("max_new_tokens", max_new_tokens, 0)
-    try:
-        prompt = torch.as_tensor(prompt_ids).detach().cpu()
-    except (TypeError, ValueError, RuntimeError, OverflowError):
-        raise ValueError(f"prompt_ids must be integers of shape [T] or [1, T], got {shown(prompt_ids)}") from None
+    prompt = _checked_ids("prompt_ids", prompt_ids, model.config.vocab_size)
     if prompt.numel() == 0:
         raise ValueError("the prompt is empty: give at least one token id")
-    if not holds_integers(prompt) or not (prompt.dim() == 1 or (prompt.dim() == 2 and prompt.shape[0] == 1)):
-        raise ValueError(f"prompt_ids must be integers of shape [T] or [1, T], got {prompt.dtype} {list(prompt.shape)}")
-    vocab = model.config.vocab_size
-    wrong = prompt[(prompt < 0) | (prompt >= vocab)]
+    return prompt
+
+
+def _checked_ids(what: str, given: Sequence[int] | Tensor, vocab: int) -> Tensor:
+    """Token ids, maybe none, as int64 [1, T] on the CPU."""
+    try:
+        ids = torch.as_tensor(given).detach().cpu()
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        raise ValueError(f"{what} must be integers of shape [T] or [1, T], got {shown(given)}") from None
+    if ids.numel() == 0:
+        return torch.empty(1, 0, dtype=torch.int64)
+    if not holds_integers(ids) or not (ids.dim() == 1 or (ids.dim() == 2 and ids.shape[0] == 1)):
+        raise ValueError(f"{what} must be integers of shape [T] or [1, T], got {ids.dtype} {list(ids.shape)}")
+    wrong = ids[(ids < 0) | (ids >= vocab)]
     if wrong.numel():
-        raise ValueError(f"prompt_ids: token id {int(wrong[0])} is outside the vocabulary [0, {vocab})")
-    return prompt.reshape(1, -1).long()
+        raise ValueError(f"{what}: token id {int(wrong[0])} is outside the vocabulary [0, {vocab})")
+    return ids.reshape(1, -1).long()
+
+
+def checked_sampler(
+    model: HybridModel, sampler: Sampler, prompt: Tensor, cache: HybridCache, earlier_ids: Sequence[int] | Tensor
+) -> Draws:
+    """The sampler, told of the prompt [1, T] and of what the cache holds before it.
+
+    Raises:
+        ValueError: it cannot draw from this vocabulary, or has to know tokens that were not given, or the earlier ids
+            are not as many as the cache holds.
+    """
+    vocab = model.config.vocab_size
+    earlier = _checked_ids("earlier_ids", earlier_ids, vocab)
+    reads = False
+    if isinstance(sampler, ContextSampler):
+        sampler.check(vocab)
+        reads = sampler.reads_history
+    given, held = earlier.shape[1], cache.length
+    if given != held and (given or reads):
+        why = "this sampler depends on them" if not given else "leave them out or give all"
+        raise ValueError(f"earlier_ids must be the {held} tokens that the cache holds, got {given}: {why}")
+    return Draws(sampler, torch.cat((earlier, prompt), dim=1)[0])
 
 
 def checked_stops(stop_ids: Collection[int]) -> frozenset[int]:

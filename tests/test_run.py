@@ -323,13 +323,35 @@ def test_a_target_without_drafter_decodes_plainly_and_says_so(run: Run, cycle: P
     assert "note" not in run(*ask, "--mode", "plain").err
 
 
+SAMPLING = [
+    ("--presence-penalty", 30),
+    ("--frequency-penalty", 30),
+    ("--repetition-penalty", 1e9),
+    ("--logit-bias", "{first}=-1e30"),
+]
+
+
+@pytest.mark.parametrize(("flag", "value"), SAMPLING, ids=lambda value: f"case 37: {value}")
+def test_bias_and_penalties_act_alike_with_and_without_drafts(
+    run: Run, pair: list[object], flag: str, value: object
+) -> None:
+    ask = [*pair, "--prompt", "class class", "--max-new-tokens", 40, "--json"]
+    untouched = run(*ask).json["ids"]
+    ask += [flag, str(value).format(first=untouched[0])]
+    ran = {mode: run(*ask, "--mode", mode) for mode in ("plain", "tree", "chain")}
+    assert ran["plain"].json["ids"] == ran["tree"].json["ids"] == ran["chain"].json["ids"] != untouched
+    assert "nothing" not in ran["tree"].err, "they act at temperature 0"
+    setting = ran["tree"].json["settings"][flag.removeprefix("--").replace("-", "_")]
+    assert setting == ({str(untouched[0]): -1e30} if flag == "--logit-bias" else value)
+
+
 def test_options_that_change_nothing_are_noted(run: Run, pair: list[object]) -> None:
     ask = [*pair, "--prompt", "class", "--max-new-tokens", 1]
     assert (
         "note: plain decoding does not use --drafter and --budget\n" in run(*ask, "--mode", "plain", "--budget", 3).err
     )
-    for flag in ("--top-k", "--seed"):
-        assert "note: at --temperature 0 nothing is drawn at random" in run(*ask, flag, 5).err
+    for flag, value in (("--top-k", 5), ("--seed", 5), ("--min-p", 0.5)):
+        assert "note: at --temperature 0 nothing is drawn at random" in run(*ask, flag, value).err
     assert "note" not in run(*ask, "--seed", 5, "--temperature", 0.5).err
     likeliest = run(*ask, "--temperature", 0.8, "--top-k", 1, "--json")
     assert "note: with --top-k 1 nothing is drawn at random; --temperature, --top-p and --seed" in likeliest.err

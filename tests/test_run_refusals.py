@@ -81,6 +81,16 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (("--prompt", "x", "--top-k", "2.0"), "--top-k: invalid int value: '2.0'"),
         (("--prompt", "x", "--top-p", "0"), "--top-p must lie in (0, 1], got 0.0"),
         (("--prompt", "x", "--top-p", "1.1"), "--top-p must lie in (0, 1], got 1.1"),
+        (("--prompt", "x", "--min-p", "1.5"), "--min-p must lie in [0, 1], got 1.5"),
+        (("--prompt", "x", "--presence-penalty", "nan"), "--presence-penalty must lie in [-1e+30, 1e+30], got nan"),
+        (("--prompt", "x", "--frequency-penalty", "inf"), "--frequency-penalty must lie in [-1e+30, 1e+30], got inf"),
+        (("--prompt", "x", "--repetition-penalty", "0"), "--repetition-penalty must lie in [1e-30, 1e+30], got 0.0"),
+        (("--prompt", "x", "--logit-bias", "3"), "--logit-bias: must be ID=VALUE, as 220=-1.5, got '3'"),
+        (("--prompt", "x", "--logit-bias", "a=1"), "--logit-bias: must be ID=VALUE, as 220=-1.5, got 'a=1'"),
+        (("--prompt", "x", "--logit-bias", "3=high"), "--logit-bias: must be ID=VALUE, as 220=-1.5, got '3=high'"),
+        (("--prompt", "x", "--logit-bias", "3=-inf"), "--logit-bias must lie in [-1e+30, 1e+30], got -inf at 3"),
+        (("--prompt", "x", "--logit-bias", "3=1", "--logit-bias", "3=2"), "token id 3 is given more than once"),
+        (("--prompt", "x", "--logit-bias", "999999=1"), "--logit-bias: token id 999999 is outside the vocabulary [0, "),
         (("--prompt", "x", "--seed", "1" * 30), "--seed must be an int and lie in"),
         (("--prompt", "x", "--seed", "one"), "--seed: invalid int value: 'one'"),
         (("--prompt", "x", "--system", "be short"), "--system belongs to a conversation"),
@@ -303,6 +313,7 @@ def test_help_names_every_option_with_its_default_and_ends_well(capsys: pytest.C
     said = " ".join(capsys.readouterr().out.split())
     assert leaving.value.code == 0
     options = "--prompt --target --drafter --mode --budget --max-new-tokens --temperature --top-k --top-p --seed"
+    options += " --min-p --presence-penalty --frequency-penalty --repetition-penalty --logit-bias --sampling"
     for option in f"{options} --chat --system --no-thinking --device --dtype --json --echo".split():
         assert said.count(option) >= 2, f"{option} in usage and list"
     for words in (
