@@ -8,7 +8,8 @@ where sizes for them are given; everything else (batches, rollback) is the model
 
 import weakref
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -62,8 +63,8 @@ class Engine:
         self.model = model
         self._kind = (model.device, model.dtype)
         self._announce = announce
-        self._programs: dict[StaticMemory, ProgramSet] = {}
-        self._idle: list[StaticMemory] = []
+        self._own: WeakSet[ProgramSet] = WeakSet()
+        self._idle: list[ProgramSet] = []
 
     @property
     def config(self) -> ModelConfig:
@@ -103,7 +104,7 @@ class Engine:
         self._check_model()
         shape = self.model.checked_tokens(tokens).shape
         cache = memory.cache if isinstance(memory, Branch) else memory
-        if isinstance(cache, StaticCache) and cache.memory in self._programs:
+        if isinstance(cache, ProgrammedCache) and cache.programs in self._own:
             if isinstance(memory, Branch) and shape[0] == 1 and shape[1] <= self.sizes[-1]:
                 return self._verify(tokens, memory, cache, capture)
             if memory is cache and shape[0] == 1 and (shape[1] == 1 or shape[1] <= max(self.chunks, default=0)):
@@ -118,52 +119,62 @@ class Engine:
             raise ValueError(f"engine: its model was {was} and now is {now_is}; make a new Engine of it")
 
     @torch.no_grad()
-    def _append(self, tokens: Tensor, cache: StaticCache, capture: Sequence[LayerId]) -> Hidden:
+    def _append(self, tokens: Tensor, cache: "ProgrammedCache", capture: Sequence[LayerId]) -> Hidden:
         layers = self.model.checked_layers(capture)
         count = tokens.numel()
         cache.expect(count)
         bank, free = cache.start()
-        programs = self._programs[cache.memory]
         if count == 1:
-            hidden = programs.step(layers, tokens, cache.length, bank)
+            hidden = cache.programs.step(layers, tokens, cache.length, bank)
         else:
-            hidden = programs.chain(layers, _holding(self.chunks, count), tokens, cache.length, bank)
+            hidden = cache.programs.chain(layers, _holding(self.chunks, count), tokens, cache.length, bank)
         cache.extend(count, free)
         return hidden
 
     @torch.no_grad()
-    def _verify(self, tokens: Tensor, branch: Branch, cache: StaticCache, capture: Sequence[LayerId]) -> Hidden:
+    def _verify(self, tokens: Tensor, branch: Branch, cache: "ProgrammedCache", capture: Sequence[LayerId]) -> Hidden:
         layers = self.model.checked_layers(capture)
         count = tokens.numel()
         branch.expect(1, count)
         size = _holding(self.sizes, count)
         bank, _ = cache.start()
-        done = self._programs[cache.memory].verify(layers, size, tokens, branch.topology, cache.length, bank)
+        done = cache.programs.verify(layers, size, tokens, branch.topology, cache.length, bank)
         branch.fill(_Window(cache, done))
         return done.hidden
 
-    def _static_cache(self, capacity: int) -> StaticCache:
-        cache = StaticCache(self._memory(capacity), capacity, self._static_cache)
-        weakref.finalize(cache, self._put_back, cache.memory)
+    def _static_cache(self, capacity: int) -> "ProgrammedCache":
+        programs = self._program_set(capacity)
+        cache = ProgrammedCache(programs, capacity, self._static_cache)
+        weakref.finalize(cache, self._put_back, programs)
         return cache
 
-    def _memory(self, capacity: int) -> StaticMemory:
-        fitting = [memory for memory in self._idle if memory.capacity >= capacity]
+    def _program_set(self, capacity: int) -> ProgramSet:
+        """One that is idle, or a new one. Who asks owns it alone, so that it is freed if nothing comes of it."""
+        fitting = [programs for programs in self._idle if programs.memory.capacity >= capacity]
         if fitting:
-            memory = min(fitting, key=lambda memory: memory.capacity)
-            self._idle.remove(memory)
-            return memory
+            programs = min(fitting, key=lambda programs: programs.memory.capacity)
+            self._idle.remove(programs)
+            return programs
         rounded = -(-capacity // GRAIN) * GRAIN
         spare, like = max((*self.sizes, *self.chunks)), self.model.embed_tokens.weight.detach()
         with torch.inference_mode(False):  # rows made in that mode could not be written outside it
             memory = StaticMemory(self.config, rounded, spare, like)
-        self._programs[memory] = ProgramSet(self.model, memory, self._announce)
-        return memory
+        made = ProgramSet(self.model, memory, self._announce)
+        self._own.add(made)
+        return made
 
-    def _put_back(self, memory: StaticMemory) -> None:
-        self._idle.append(memory)
+    def _put_back(self, programs: ProgramSet) -> None:
+        self._idle.append(programs)
         if len(self._idle) > IDLE:
-            del self._programs[self._idle.pop(0)]
+            del self._idle[0]
+
+
+class ProgrammedCache(StaticCache):
+    """A cache that owns the programs over its memory, which its engine takes back when it is dropped."""
+
+    def __init__(self, programs: ProgramSet, capacity: int, again: "Callable[[int], ProgrammedCache]") -> None:
+        self.programs = programs
+        super().__init__(programs.memory, capacity, again)
 
 
 def _counts(name: str, given: Sequence[int]) -> tuple[int, ...]:

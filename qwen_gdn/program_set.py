@@ -63,7 +63,7 @@ class ProgramSet:
 
     def __init__(self, model: QwenGDN, memory: StaticMemory, announce: Announce) -> None:
         self._model = model
-        self._memory = memory
+        self.memory = memory
         self._announce = announce
         # One pool for all: nothing that a program leaves is needed once another runs, but a tree's rows, and between
         # a tree and its commit nothing runs.
@@ -72,14 +72,14 @@ class ProgramSet:
 
     def step(self, capture: Capture, token: Tensor, length: int, bank: int) -> Hidden:
         """One token after the committed ones; its memory goes to the other bank."""
-        make = partial(_Step, self._model, self._memory, capture)
+        make = partial(_Step, self._model, self.memory, capture)
         part, run = self._program((capture,), "one token", make)
         part.send(token, length)
         return _copied(run(bank), 1)
 
     def chain(self, capture: Capture, size: int, tokens: Tensor, length: int, bank: int) -> Hidden:
         """Up to `size` tokens after the committed ones; their memory goes to the other bank."""
-        make = partial(_Chain, self._model, self._memory, size, capture)
+        make = partial(_Chain, self._model, self.memory, size, capture)
         part, run = self._program(("chain", capture, size), f"{size} tokens", make)
         part.send(tokens, length)
         return _copied(run(bank), tokens.numel())
@@ -88,7 +88,7 @@ class ProgramSet:
         self, capture: Capture, size: int, tokens: Tensor, topology: Topology, length: int, bank: int
     ) -> Verified:
         """A tree of up to `size` nodes; committed memory is only read."""
-        make = partial(_Tree, self._model, self._memory, size, capture)
+        make = partial(_Tree, self._model, self.memory, size, capture)
         part, run = self._program((capture, size), f"trees of {size} nodes", make)
         part.send(tokens, topology, length)
         outputs = run(bank)
@@ -97,7 +97,7 @@ class ProgramSet:
     def _commit(self, tree: "_Tree", path: list[int], length: int, bank: int) -> None:
         most = min(SHORT, tree.size) if len(path) <= SHORT else tree.size
         name = f"commits of {most} from trees of {tree.size} nodes"
-        part, run = self._program((tree, most), name, partial(_Commit, self._memory, tree, most))
+        part, run = self._program((tree, most), name, partial(_Commit, self.memory, tree, most))
         part.send(path, length)
         run(bank)
 

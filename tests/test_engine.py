@@ -28,7 +28,9 @@ from tiny import (
     worst_gap,
 )
 
+import qwen_gdn.engine
 import qwen_gdn.program_set
+import qwen_gdn.static_cache
 from ddtree import NoDrafts, build_chain, build_tree, generate, make_sampler
 from qwen_gdn import DeltaCache, HybridCache, QwenGDN, Topology, decode, prefill
 from qwen_gdn.engine import Engine
@@ -539,3 +541,24 @@ def test_padding_finds_room_behind_a_full_cache() -> None:
         cache.commit(list(range(10)))
         assert cache.length == 1024 and bool(found.isfinite().all())
     assert worst_gap(memory_of(ours), memory_of(theirs)) <= TOLERANCE[torch.float64]
+
+
+@pytest.mark.usefixtures("uncompiled")
+def test_a_cache_that_could_not_be_made_leaves_nothing() -> None:
+    """An interrupt while memory is cleared, or between a cache and its registration."""
+    engine, model = pair()
+    cache = engine.new_cache(64)
+    engine(torch.tensor([4]), cache)
+
+    def sets() -> int:
+        gc.collect()
+        return len(engine._own)
+
+    for make in (lambda: engine.new_cache(3000), cache.fork):
+        before = sets()
+        with raising_at(qwen_gdn.static_cache.StaticMemory, "empty", 0, MemoryError), pytest.raises(MemoryError):
+            make()
+        with raising_at(qwen_gdn.engine.weakref, "finalize", 0, KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+            make()
+        assert sets() == before
+    check_holds(cache, model, [4])
