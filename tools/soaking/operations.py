@@ -1,0 +1,306 @@
+"""What can be done to a cache: when it may be, and what it does to the reference.
+
+An operation is planned first, with all dice thrown and all of the reference's own forwards run, and then run; so a
+failure planted in the run hits the product alone, and the text of the plan can be kept whatever becomes of it.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+from typing import NamedTuple
+
+import torch
+from proposers import PROPOSERS
+from tiny import random_topology, seeded
+
+from ddtree import build_chain, build_tree, generate
+from qwen_gdn import Topology, decode, prefill
+
+from .held import DivergenceError, Held, UnderWay, Window, require
+from .world import CAPACITY, MOST, SCRIPTS, World
+
+NODES = 40  # of a tree, at most: more than the largest program of an engine takes
+DEPTH = 12
+
+
+class Plan(NamedTuple):
+    """`text` says what `run` will do; `run` acts on the cache and tells the reference."""
+
+    text: str
+    run: Callable[[], None]
+
+
+class Operation(NamedTuple):
+    """One kind: how often, when it may be done, and how one of it is planned."""
+
+    name: str
+    weight: int
+    ready: Callable[[World, Held], bool]
+    plan: Callable[[World, Held], Plan]
+
+
+def closed(world: World, held: Held) -> bool:
+    return held.window is None
+
+
+def has_room(world: World, held: Held) -> bool:
+    return held.window is None and held.room > 0
+
+
+def unfilled(world: World, held: Held) -> bool:
+    return held.window is not None and held.window.final is None
+
+
+def filled(world: World, held: Held) -> bool:
+    return held.window is not None and held.window.final is not None
+
+
+def one_of_several(world: World, held: Held) -> bool:
+    return len(world.held) > 1
+
+
+def room_for_another(world: World, held: Held) -> bool:
+    return len(world.held) < MOST
+
+
+def always(world: World, held: Held) -> bool:
+    return True
+
+
+def plan_prefill(world: World, held: Held) -> Plan:
+    count = world.dice.randint(1, min(held.room, 40))
+    tokens, window = world.ids(count), world.dice.randint(1, 30)
+
+    def run() -> None:
+        # every window is committed by itself
+        with held.adding(tokens, clean=range(0, count, window)):
+            last = prefill(world.model, torch.tensor([tokens]), held.cache, window=window)
+        held.rows = last
+
+    return Plan(f"prefill {count} tokens in windows of {window}", run)
+
+
+def plan_step(world: World, held: Held) -> Plan:
+    tokens = world.ids(1)
+
+    def run() -> None:
+        with held.adding(tokens):
+            hidden = world.model(torch.tensor([tokens]), held.cache)
+        held.rows = hidden.final[0]
+
+    return Plan(f"step {tokens[0]}", run)
+
+
+def plan_verify(world: World, held: Held) -> Plan:
+    depth = min(DEPTH, held.room - 1)
+    nodes = world.dice.randint(1, NODES if depth else 1)
+    topology = random_topology(seeded(world.dice.getrandbits(31)), nodes, depth)
+    tokens = world.ids(nodes)
+    return Plan(f"verify {list(topology.parents)}", lambda: _verify(world, held, topology, tokens))
+
+
+def plan_verify_again(world: World, held: Held) -> Plan:
+    """The forward of a window whose first one failed."""
+    return Plan("verify again", lambda: _fill(world, held))
+
+
+def plan_commit(world: World, held: Held) -> Plan:
+    assert held.window is not None
+    topology = held.window.topology
+    path = topology.path(world.dice.randrange(len(topology))) if world.dice.random() < 0.9 else []
+    return Plan(f"commit {path}", lambda: _commit(held, path))
+
+
+def plan_discard(world: World, held: Held) -> Plan:
+    def run() -> None:
+        held.cache.discard()
+        held.window = None
+
+    return Plan("discard", run)
+
+
+def plan_chain(world: World, held: Held) -> Plan:
+    count = world.dice.randint(1, min(held.room, 36))
+    tokens, kept = world.ids(count), world.dice.randint(1, count)
+
+    def run() -> None:
+        _verify(world, held, Topology.chain(count), tokens)
+        _commit(held, list(range(kept)))
+
+    return Plan(f"chain of {count}, {kept} kept", run)
+
+
+def plan_crop(world: World, held: Held) -> Plan:
+    length, floor = len(held.tokens), held.cache.crop_floor
+    wanted = world.dice.choice((0, length, world.dice.randint(0, length), world.dice.randint(floor, length)))
+
+    def run() -> None:
+        if 0 < wanted < floor:
+            _refused(lambda: held.cache.crop(wanted), ValueError)
+        else:
+            held.cache.crop(wanted)
+            held.cut(wanted)
+
+    return Plan(f"crop {length} to {wanted}, floor {floor}", run)
+
+
+def plan_fork(world: World, held: Held) -> Plan:
+    ways = ("the copy goes on", "the original goes on") + (("both go on",) if room_for_another(world, held) else ())
+    way = world.dice.choice(ways)
+
+    def run() -> None:
+        copy = held.cache.fork()
+        if way != "the original goes on":
+            world.adopt(copy, held)
+        if way == "the copy goes on":
+            world.held.remove(held)
+
+    return Plan(f"fork, {way}", run)
+
+
+def plan_new(world: World, held: Held) -> Plan:
+    return Plan("new cache", world.new)
+
+
+def plan_drop(world: World, held: Held) -> Plan:
+    return Plan("drop", lambda: world.held.remove(held))
+
+
+def plan_decode(world: World, held: Held) -> Plan:
+    prompt, coming, taken = _text(world, held)
+
+    def run() -> None:
+        tokens = decode(world.model, prompt, max_new_tokens=len(coming), cache=held.cache)
+        _take(held, prompt, coming, taken, ((token,) for token in tokens))
+        tokens.close()  # type: ignore[attr-defined]
+
+    return Plan(f"decode {len(coming)} after {len(prompt)}, closed after {taken}", run)
+
+
+def plan_generate(world: World, held: Held) -> Plan:
+    dice = world.dice
+    prompt, coming, taken = _text(world, held)
+    name, budget, window = dice.choice(SCRIPTS), dice.randint(0, 12), dice.randint(1, 10)
+    build, shape = dice.choice(((build_tree, "tree"), (build_chain, "chain")))
+    drafter = PROPOSERS[name]([*held.tokens, *prompt, *coming], dice.getrandbits(20))
+    drafter.seen = len(held.tokens)
+
+    def run() -> None:
+        rounds = generate(
+            world.model,
+            drafter,
+            prompt,
+            max_new_tokens=len(coming),
+            budget=budget,
+            build=build,
+            cache=held.cache,
+            prefill_window=window,
+        )
+        _take(held, prompt, coming, taken, (done.tokens for done in rounds))
+        rounds.close()  # type: ignore[attr-defined]
+
+    what = f"{shape}s of {budget} by {name!r}, windows of {window}"
+    return Plan(f"generate {len(coming)} after {len(prompt)}, {what}, closed after {taken}", run)
+
+
+def plan_refusal(world: World, held: Held) -> Plan:
+    """Something that must raise and change nothing."""
+    text, act, error = world.dice.choice(list(_refusals(world, held)))
+    return Plan(f"refused: {text}", lambda: _refused(act, error))
+
+
+OPERATIONS = (
+    Operation("prefill", 4, has_room, plan_prefill),
+    Operation("step", 6, has_room, plan_step),
+    Operation("verify", 8, has_room, plan_verify),
+    Operation("verify again", 12, unfilled, plan_verify_again),
+    Operation("commit", 16, filled, plan_commit),
+    Operation("discard", 6, lambda world, held: not closed(world, held), plan_discard),
+    Operation("chain round", 4, has_room, plan_chain),
+    Operation("crop", 4, closed, plan_crop),
+    Operation("fork", 3, closed, plan_fork),
+    Operation("new", 2, room_for_another, plan_new),
+    Operation("drop", 1, one_of_several, plan_drop),
+    Operation("decode", 2, has_room, plan_decode),
+    Operation("generate", 3, has_room, plan_generate),
+    Operation("refusal", 3, always, plan_refusal),
+)
+
+
+def _verify(world: World, held: Held, topology: Topology, tokens: list[int]) -> None:
+    held.window = Window(held.cache.branch(topology), topology, tokens)
+    _fill(world, held)
+
+
+def _fill(world: World, held: Held) -> None:
+    assert held.window is not None
+    held.window.final = world.model(torch.tensor([held.window.tokens]), held.window.branch).final[0]
+
+
+def _commit(held: Held, path: list[int]) -> None:
+    window = held.window
+    assert window is not None and window.final is not None
+    with held.adding([window.tokens[node] for node in path]):
+        held.cache.commit(path)
+    held.window, held.rows = None, window.final[path] if path else None
+
+
+def _text(world: World, held: Held) -> tuple[list[int], list[int], int]:
+    """A prompt, what greedy decoding writes after it, and how many turns of that to take."""
+    count = world.dice.randint(1, min(8, held.room))
+    prompt = world.ids(world.dice.randint(1, min(12, held.room - count + 1)))
+    coming = list(decode(world.oracle, [*held.tokens, *prompt], max_new_tokens=count))
+    return prompt, coming, world.dice.randint(0, count + 1)
+
+
+def _take(held: Held, prompt: list[int], coming: list[int], taken: int, turns: Iterator[Sequence[int]]) -> None:
+    """Takes turns of a generation; before each the cache may be about to hold what is coming, and must not yet."""
+    ahead, begin, written = [*prompt, *coming], len(held.tokens), list[int]()
+
+    def expect() -> None:
+        rest = ahead[len(held.tokens) - begin : -1]
+        ends = range(1, len(rest) + 1) if written else (len(prompt),)
+        held.under_way = UnderWay(rest, clean=(0,), loose=(0, *ends))
+
+    expect()
+    for tokens in islice(turns, taken):
+        written += tokens
+        held.append([*prompt, *written][len(held.tokens) - begin : -1])
+        require(held.cache.length == len(held.tokens), f"after a turn the length is {held.cache.length}")
+        expect()
+    held.under_way, held.emitted = None, written
+
+
+def _refusals(world: World, held: Held) -> Iterator[tuple[str, Callable[[], object], type[Exception]]]:
+    cache, model, length = held.cache, world.model, len(held.tokens)
+    one, pair = torch.tensor([[0]]), Topology([-1, 0])
+    yield (
+        "a crop beyond the length",
+        lambda: cache.crop(length + 1),
+        ValueError if held.window is None else RuntimeError,
+    )
+    if held.window is None:
+        yield "a commit without a window", lambda: cache.commit([0]), RuntimeError
+        yield "a token outside the vocabulary", lambda: model(one + 1000, cache), ValueError
+        yield "tokens beyond the capacity", lambda: model(one.expand(1, CAPACITY + 1 - length), cache), ValueError
+        yield "a tree too deep", lambda: cache.branch(Topology.chain(CAPACITY + 1 - length)), ValueError
+        return
+    branch, nodes = held.window.branch, len(held.window.tokens)
+    yield "a step with a window open", lambda: model(one, cache), RuntimeError
+    yield "a second window", lambda: cache.branch(pair), RuntimeError
+    yield "a crop with a window open", lambda: cache.crop(0), RuntimeError
+    yield "a fork with a window open", cache.fork, RuntimeError
+    if held.window.final is None:
+        yield "a commit before the forward", lambda: cache.commit([0]), RuntimeError
+        yield "another number of nodes", lambda: model(one.expand(1, nodes + 1), branch), ValueError
+    else:
+        yield "a second forward", lambda: model(one.expand(1, nodes), branch), RuntimeError
+        yield "a path from nowhere", lambda: cache.commit([nodes]), ValueError
+        yield "a path that goes back", lambda: cache.commit([0, 0]), ValueError
+
+
+def _refused(act: Callable[[], object], error: type[Exception]) -> None:
+    try:
+        act()
+    except error:
+        return
+    raise DivergenceError(f"that was not refused with a {error.__name__}")
