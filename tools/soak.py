@@ -32,6 +32,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]  # the tiny models and the scrip
 
 from ddtree.arguments import whole  # noqa: E402
 from tools.arguments import ToolParser  # noqa: E402
+from tools.soaking.live import counting  # noqa: E402
 from tools.soaking.runners import DTYPES, KINDS, MODELS, compiling, new_model  # noqa: E402
 from tools.soaking.soak import Failure, Outcome, soak  # noqa: E402
 
@@ -43,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     model, oracle = (new_model(options.model, options.dtype) for _ in range(2))
     seeds = range(options.seed, options.seed + options.seeds)
     total = options.operations * options.seeds
-    with compiling(options.engine), tqdm(total=total, unit="operation", disable=None) as progress:
+    with compiling(options.engine), counting(), tqdm(total=total, unit="operation", disable=None) as progress:
         for seed in seeds:
             outcome = soak(
                 seed, options.operations, options.engine, model, oracle, options.compare_every, progress.update

@@ -1,13 +1,15 @@
 """What is left in memory once nothing is held.
 
-Live bytes are those of the distinct storages behind all tensors that the garbage collector knows. Between two points
+Live bytes are those of the distinct storages behind all tensors that the garbage collector knows, but for those from
+before the soak, which would only make it slow. Between two points
 of a soak they differ by what is held at each, so they are taken when nothing is: every cache is dropped, and an engine,
 which keeps memories for later caches and programs for each, is brought to one state by opening as many caches as make
 it forget what it kept, and running every program of each. What then is more than before has leaked.
 """
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from proposers import Reading
@@ -23,6 +25,17 @@ from .runners import CHUNKS, SIZES
 from .world import CAPACITY
 
 CAPTURES: tuple[Sequence[LayerId], ...] = ((), Reading.layers)  # what operations read of a forward
+
+
+@contextmanager
+def counting() -> Iterator[None]:
+    """While open, the collector leaves alone what was there before, and `live_bytes` does not see it."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def live_bytes(model: HybridModel) -> int:

@@ -30,12 +30,13 @@ class Plan(NamedTuple):
 
 
 class Operation(NamedTuple):
-    """One kind: how often, when it may be done, and how one of it is planned."""
+    """One kind: how often, when it may be done, how one of it is planned, and whether failures are planted in it."""
 
     name: str
     weight: int
     ready: Callable[[World, Held], bool]
     plan: Callable[[World, Held], Plan]
+    breakable: bool = True
 
 
 def closed(world: World, held: Held) -> bool:
@@ -208,6 +209,7 @@ def plan_refusal(world: World, held: Held) -> Plan:
     return Plan(f"refused: {text}", lambda: _refused(act, error))
 
 
+# An interrupt while an engine makes a cache loses the memory meant for it, so what makes one is not broken off.
 OPERATIONS = (
     Operation("prefill", 4, has_room, plan_prefill),
     Operation("step", 6, has_room, plan_step),
@@ -217,9 +219,9 @@ OPERATIONS = (
     Operation("discard", 6, lambda world, held: not closed(world, held), plan_discard),
     Operation("chain round", 4, has_room, plan_chain),
     Operation("crop", 4, closed, plan_crop),
-    Operation("fork", 3, closed, plan_fork),
-    Operation("new", 2, room_for_another, plan_new),
-    Operation("drop", 1, one_of_several, plan_drop),
+    Operation("fork", 3, closed, plan_fork, breakable=False),
+    Operation("new", 2, room_for_another, plan_new, breakable=False),
+    Operation("drop", 1, one_of_several, plan_drop, breakable=False),
     Operation("decode", 2, has_room, plan_decode),
     Operation("generate", 3, has_room, plan_generate),
     Operation("refusal", 3, always, plan_refusal),

@@ -74,8 +74,9 @@ def _turn(world: World, kind: str, model: QwenGDN, last: deque[str], number: int
     ready = [operation for operation in OPERATIONS if operation.ready(world, held)]
     operation: Operation = dice.choices(ready, [operation.weight for operation in ready])[0]
     plan = operation.plan(world, held)
-    fault = random_fault(dice, model, kind) if dice.random() < FAULTS else None
+    fault = random_fault(dice, model, kind) if operation.breakable and dice.random() < FAULTS else None
     last.append(f"{number}: {held.name} {plan.text}{f', {fault.text}' if fault else ''}")
+    held.rows, held.emitted = None, []
     before, bits = list(held.tokens), memory_of(held.cache)
     if _ran(plan, held, fault):
         world.done[operation.name] += 1

@@ -29,6 +29,7 @@ class World:
 
     def __init__(self, seed: int, model: HybridModel, oracle: QwenGDN) -> None:
         self.dice = random.Random(seed)
+        self.probing = random.Random(seed)  # its own, so that the operations do not depend on the comparisons
         self.model, self.oracle = model, oracle
         self.tolerance = TOLERANCE[oracle.dtype]
         self.held: list[Held] = []
@@ -86,16 +87,16 @@ class World:
 
     def _probe(self, held: Held, fresh: HybridCache) -> None:
         """The logits after one more token, through a window that is dropped; often none, since it settles things."""
-        if self.dice.random() < 0.5:
+        if self.probing.random() < 0.5:
             return
-        token = torch.tensor([self.ids(1)])
+        token = torch.tensor([[self.probing.randrange(self.oracle.config.vocab_size)]])
         ours = self.model(token, held.cache.branch(Topology([-1]))).final[0]
         held.cache.discard()
         self._same_logits(f"{held.name}'s next logits", ours, self.oracle(token, fresh).final[0])
 
     def _check_node(self, window: Window, final: Tensor, fresh: HybridCache) -> None:
         """One node's logits against its path in a row."""
-        node = self.dice.randrange(len(window.tokens))
+        node = self.probing.randrange(len(window.tokens))
         path = torch.tensor([[window.tokens[i] for i in window.topology.path(node)]])
         self._same_logits(f"node {node}'s logits", final[node : node + 1], self.oracle(path, fresh).final[0, -1:])
 
