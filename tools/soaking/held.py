@@ -48,6 +48,7 @@ class Held:
 
     floor: the lowest length above 0 that `crop` is promised to reach.
     rows: what the last forward returned for the last committed tokens [n, D], to be compared.
+    opening: a window is being opened, and is not known yet.
     emitted: the tokens that a greedy generation has just written; the cache holds all of them but the last.
     """
 
@@ -60,6 +61,7 @@ class Held:
     emitted: list[int] = field(default_factory=list)
     under_way: UnderWay | None = None
     compared: bool = False
+    opening: bool = False
 
     @property
     def room(self) -> int:
@@ -96,7 +98,9 @@ class Held:
 
     def _close_what_is_unknown(self) -> None:
         """After an interrupt a window may be open that was never returned, or filled with results never seen."""
-        known = self.window is not None and self.cache.holds(self.window.branch)
-        if not known or (self.window and self.window.final is None):
+        if self.window is not None and not (self.cache.holds(self.window.branch) and self.window.final is not None):
             self.cache.discard()
             self.window = None
+        if self.opening:
+            self.cache.discard()
+            self.opening = False

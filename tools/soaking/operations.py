@@ -222,14 +222,16 @@ OPERATIONS = (
     Operation("fork", 3, closed, plan_fork, breakable=False),
     Operation("new", 2, room_for_another, plan_new, breakable=False),
     Operation("drop", 1, one_of_several, plan_drop, breakable=False),
-    Operation("decode", 2, has_room, plan_decode),
-    Operation("generate", 3, has_room, plan_generate),
+    Operation("decode", 3, has_room, plan_decode),
+    Operation("generate", 6, has_room, plan_generate),
     Operation("refusal", 3, always, plan_refusal),
 )
 
 
 def _verify(world: World, held: Held, topology: Topology, tokens: list[int]) -> None:
+    held.opening = True
     held.window = Window(held.cache.branch(topology), topology, tokens)
+    held.opening = False
     _fill(world, held)
 
 
