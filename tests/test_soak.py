@@ -24,9 +24,20 @@ def report(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
 
 
 SOUND = {
-    "eager": ["--operations", "120", "--seeds", "2", "--compare-every", "3"],
-    "programs": ["--operations", "80", "--seeds", "2", "--compare-every", "3", "--engine", "programs"],
-    "experts in float64": ["--operations", "60", "--seeds", "1", "--model", "experts", "--dtype", "float64"],
+    "eager": ["--operations", "100", "--seeds", "2", "--compare-every", "3"],
+    "programs": ["--operations", "50", "--seeds", "2", "--compare-every", "3", "--engine", "programs"],
+    "experts in float64": [
+        "--operations",
+        "60",
+        "--seeds",
+        "1",
+        "--model",
+        "experts",
+        "--dtype",
+        "float64",
+        "--compare-every",
+        "3",
+    ],
 }
 
 
@@ -122,9 +133,12 @@ def commit_before_the_forward(patch: pytest.MonkeyPatch) -> None:
 
 def keep_a_tensor_of_every_commit(patch: pytest.MonkeyPatch) -> None:
     kept = list[torch.Tensor]()
-    around(
-        patch, HybridCache, "_close", lambda close, cache, record: kept.append(torch.zeros(1)) or close(cache, record)
-    )
+
+    def close(original: Any, cache: Any, record: Any) -> None:
+        kept.append(torch.zeros(1))
+        original(cache, record)
+
+    around(patch, HybridCache, "_close", close)
 
 
 def keep_a_tensor_in_the_cache(patch: pytest.MonkeyPatch) -> None:

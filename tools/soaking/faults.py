@@ -55,8 +55,10 @@ def _sites(model: QwenGDN, kind: str) -> list[tuple[Any, str]]:
     ]
     if kind == "compiled":
         return around + programs
-    parts = [
-        (part, "forward") for layer in model.layers for part in (layer, getattr(layer, layer.mixer_name), layer.mlp)
+    parts: list[tuple[Any, str]] = [
+        (part, "forward")
+        for layer in model.layers
+        for part in (layer, getattr(layer, str(layer.mixer_name)), layer.mlp)
     ]
     eager: list[tuple[Any, str]] = [
         (qwen_gdn.lanes.TreeAttention, "committed"),

@@ -1,6 +1,6 @@
 """A cache under test and the reference for it: the list of tokens that it must hold, and no tensor."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -18,6 +18,13 @@ class DivergenceError(Exception):
 def require(holds: bool, message: str) -> None:
     if not holds:
         raise DivergenceError(message)
+
+
+class Plan(NamedTuple):
+    """`text` says what `run` will do; `run` acts on the cache and tells the reference."""
+
+    text: str
+    run: Callable[[], None]
 
 
 @dataclass

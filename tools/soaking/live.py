@@ -3,8 +3,8 @@
 Live bytes are those of the distinct storages behind all tensors that the garbage collector knows, but for those from
 before the soak, which would only make it slow. Between two points
 of a soak they differ by what is held at each, so they are taken when nothing is: every cache is dropped, and an engine,
-which keeps memories for later caches and programs for each, is brought to one state by opening as many caches as make
-it forget what it kept, and running every program of each. What then is more than before has leaked.
+which keeps memories for later caches and programs for each, is brought to one state by opening as many caches as it
+keeps memories for, and running every program of each. What then is more than before has leaked.
 """
 
 import gc
@@ -48,7 +48,7 @@ def live_bytes(model: HybridModel) -> int:
 
 
 def _settle(engine: Engine) -> None:
-    caches = [engine.new_cache(CAPACITY) for _ in range(IDLE + 1)]
+    caches = [engine.new_cache(CAPACITY) for _ in range(IDLE)]  # takes all that are idle
     for cache in caches:
         for capture in CAPTURES:
             for _ in range(2):  # the programs of either bank

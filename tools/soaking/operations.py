@@ -4,29 +4,21 @@ An operation is planned first, with all dice thrown and all of the reference's o
 failure planted in the run hits the product alone, and the text of the plan can be kept whatever becomes of it.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from proposers import PROPOSERS
 from tiny import random_topology, seeded
 
-from ddtree import build_chain, build_tree, generate
-from qwen_gdn import Topology, decode, prefill
+from qwen_gdn import Topology, prefill
 
-from .held import DivergenceError, Held, UnderWay, Window, require
-from .world import CAPACITY, MOST, SCRIPTS, World
+from .generations import plan_decode, plan_generate
+from .held import Held, Plan, Window
+from .refusals import plan_refusal, refused
+from .world import MOST, World
 
 NODES = 40  # of a tree, at most: more than the largest program of an engine takes
 DEPTH = 12
-
-
-class Plan(NamedTuple):
-    """`text` says what `run` will do; `run` acts on the cache and tells the reference."""
-
-    text: str
-    run: Callable[[], None]
 
 
 class Operation(NamedTuple):
@@ -136,7 +128,7 @@ def plan_crop(world: World, held: Held) -> Plan:
 
     def run() -> None:
         if 0 < wanted < floor:
-            _refused(lambda: held.cache.crop(wanted), ValueError)
+            refused(lambda: held.cache.crop(wanted), ValueError)
         else:
             held.cache.crop(wanted)
             held.cut(wanted)
@@ -164,49 +156,6 @@ def plan_new(world: World, held: Held) -> Plan:
 
 def plan_drop(world: World, held: Held) -> Plan:
     return Plan("drop", lambda: world.held.remove(held))
-
-
-def plan_decode(world: World, held: Held) -> Plan:
-    prompt, coming, taken = _text(world, held)
-
-    def run() -> None:
-        tokens = decode(world.model, prompt, max_new_tokens=len(coming), cache=held.cache)
-        _take(held, prompt, coming, taken, ((token,) for token in tokens))
-        tokens.close()  # type: ignore[attr-defined]
-
-    return Plan(f"decode {len(coming)} after {len(prompt)}, closed after {taken}", run)
-
-
-def plan_generate(world: World, held: Held) -> Plan:
-    dice = world.dice
-    prompt, coming, taken = _text(world, held)
-    name, budget, window = dice.choice(SCRIPTS), dice.randint(0, 12), dice.randint(1, 10)
-    build, shape = dice.choice(((build_tree, "tree"), (build_chain, "chain")))
-    drafter = PROPOSERS[name]([*held.tokens, *prompt, *coming], dice.getrandbits(20))
-    drafter.seen = len(held.tokens)
-
-    def run() -> None:
-        rounds = generate(
-            world.model,
-            drafter,
-            prompt,
-            max_new_tokens=len(coming),
-            budget=budget,
-            build=build,
-            cache=held.cache,
-            prefill_window=window,
-        )
-        _take(held, prompt, coming, taken, (done.tokens for done in rounds))
-        rounds.close()  # type: ignore[attr-defined]
-
-    what = f"{shape}s of {budget} by {name!r}, windows of {window}"
-    return Plan(f"generate {len(coming)} after {len(prompt)}, {what}, closed after {taken}", run)
-
-
-def plan_refusal(world: World, held: Held) -> Plan:
-    """Something that must raise and change nothing."""
-    text, act, error = world.dice.choice(list(_refusals(world, held)))
-    return Plan(f"refused: {text}", lambda: _refused(act, error))
 
 
 # An interrupt while an engine makes a cache loses the memory meant for it, so what makes one is not broken off.
@@ -246,65 +195,3 @@ def _commit(held: Held, path: list[int]) -> None:
     with held.adding([window.tokens[node] for node in path]):
         held.cache.commit(path)
     held.window, held.rows = None, window.final[path] if path else None
-
-
-def _text(world: World, held: Held) -> tuple[list[int], list[int], int]:
-    """A prompt, what greedy decoding writes after it, and how many turns of that to take."""
-    count = world.dice.randint(1, min(8, held.room))
-    prompt = world.ids(world.dice.randint(1, min(12, held.room - count + 1)))
-    coming = list(decode(world.oracle, [*held.tokens, *prompt], max_new_tokens=count))
-    return prompt, coming, world.dice.randint(0, count + 1)
-
-
-def _take(held: Held, prompt: list[int], coming: list[int], taken: int, turns: Iterator[Sequence[int]]) -> None:
-    """Takes turns of a generation; before each the cache may be about to hold what is coming, and must not yet."""
-    ahead, begin, written = [*prompt, *coming], len(held.tokens), list[int]()
-
-    def expect() -> None:
-        rest = ahead[len(held.tokens) - begin : -1]
-        ends = range(1, len(rest) + 1) if written else (len(prompt),)
-        held.under_way = UnderWay(rest, clean=(0,), loose=(0, *ends))
-
-    expect()
-    for tokens in islice(turns, taken):
-        written += tokens
-        held.append([*prompt, *written][len(held.tokens) - begin : -1])
-        require(held.cache.length == len(held.tokens), f"after a turn the length is {held.cache.length}")
-        expect()
-    held.under_way, held.emitted = None, written
-
-
-def _refusals(world: World, held: Held) -> Iterator[tuple[str, Callable[[], object], type[Exception]]]:
-    cache, model, length = held.cache, world.model, len(held.tokens)
-    one, pair = torch.tensor([[0]]), Topology([-1, 0])
-    yield (
-        "a crop beyond the length",
-        lambda: cache.crop(length + 1),
-        ValueError if held.window is None else RuntimeError,
-    )
-    if held.window is None:
-        yield "a commit without a window", lambda: cache.commit([0]), RuntimeError
-        yield "a token outside the vocabulary", lambda: model(one + 1000, cache), ValueError
-        yield "tokens beyond the capacity", lambda: model(one.expand(1, CAPACITY + 1 - length), cache), ValueError
-        yield "a tree too deep", lambda: cache.branch(Topology.chain(CAPACITY + 1 - length)), ValueError
-        return
-    branch, nodes = held.window.branch, len(held.window.tokens)
-    yield "a step with a window open", lambda: model(one, cache), RuntimeError
-    yield "a second window", lambda: cache.branch(pair), RuntimeError
-    yield "a crop with a window open", lambda: cache.crop(0), RuntimeError
-    yield "a fork with a window open", cache.fork, RuntimeError
-    if held.window.final is None:
-        yield "a commit before the forward", lambda: cache.commit([0]), RuntimeError
-        yield "another number of nodes", lambda: model(one.expand(1, nodes + 1), branch), ValueError
-    else:
-        yield "a second forward", lambda: model(one.expand(1, nodes), branch), RuntimeError
-        yield "a path from nowhere", lambda: cache.commit([nodes]), ValueError
-        yield "a path that goes back", lambda: cache.commit([0, 0]), ValueError
-
-
-def _refused(act: Callable[[], object], error: type[Exception]) -> None:
-    try:
-        act()
-    except error:
-        return
-    raise DivergenceError(f"that was not refused with a {error.__name__}")

@@ -9,9 +9,9 @@ from tiny import memory_of, same_bits
 from qwen_gdn import QwenGDN
 
 from .faults import Fault, is_injected, random_fault
-from .held import Held, require
+from .held import Held, Plan, require
 from .live import live_bytes
-from .operations import OPERATIONS, Operation, Plan
+from .operations import OPERATIONS, Operation
 from .runners import new_runner
 from .world import World
 
