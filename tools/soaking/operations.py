@@ -158,7 +158,7 @@ def plan_drop(world: World, held: Held) -> Plan:
     return Plan("drop", lambda: world.held.remove(held))
 
 
-# An interrupt while an engine makes a cache loses the memory meant for it, so what makes one is not broken off.
+# Dropping a cache calls nothing that could be broken off.
 OPERATIONS = (
     Operation("prefill", 4, has_room, plan_prefill),
     Operation("step", 6, has_room, plan_step),
@@ -168,8 +168,8 @@ OPERATIONS = (
     Operation("discard", 6, lambda world, held: not closed(world, held), plan_discard),
     Operation("chain round", 4, has_room, plan_chain),
     Operation("crop", 4, closed, plan_crop),
-    Operation("fork", 3, closed, plan_fork, breakable=False),
-    Operation("new", 2, room_for_another, plan_new, breakable=False),
+    Operation("fork", 3, closed, plan_fork),
+    Operation("new", 2, room_for_another, plan_new),
     Operation("drop", 1, one_of_several, plan_drop, breakable=False),
     Operation("decode", 3, has_room, plan_decode),
     Operation("generate", 6, has_room, plan_generate),
