@@ -149,8 +149,9 @@ def keep_a_tensor_in_the_cache(patch: pytest.MonkeyPatch) -> None:
     around(patch, HybridCache, "_close", close)
 
 
-def forget_to_give_memory_back(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(qwen_gdn.engine.Engine, "_put_back", lambda engine, memory: None)
+def keep_memory_that_is_given_back(patch: pytest.MonkeyPatch) -> None:
+    kept: list[Any] = []
+    patch.setattr(qwen_gdn.engine.Engine, "_put_back", lambda engine, programs: kept.append(programs))
 
 
 Plant = Callable[[pytest.MonkeyPatch], None]
@@ -169,7 +170,7 @@ PLANTED: list[tuple[Plant, list[str], int, str]] = [
     (commit_before_the_forward, UNCOMPARED, 60, "was not refused with a RuntimeError"),
     (keep_a_tensor_of_every_commit, UNCOMPARED, 20, "bytes"),
     (keep_a_tensor_in_the_cache, UNCOMPARED, 20, "caches hold"),
-    (forget_to_give_memory_back, [*PROGRAMS, *UNCOMPARED], 5, "bytes are alive with nothing held"),
+    (keep_memory_that_is_given_back, [*PROGRAMS, *UNCOMPARED], 5, "bytes are alive with nothing held"),
 ]
 
 
