@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from .drafter_config import DFlashConfig
     from .loop import NoDrafts, Proposer, Round, generate
     from .sampling import make_sampler
+    from .streaming import End, Step, Stream, stream
     from .tree import Acceptance, DraftTree, Scores, accept, build_chain, build_tree
 
 __all__ = [
@@ -19,15 +20,19 @@ __all__ = [
     "DFlashConfig",
     "DFlashDrafter",
     "DraftTree",
+    "End",
     "NoDrafts",
     "Proposer",
     "Round",
     "Scores",
+    "Step",
+    "Stream",
     "accept",
     "build_chain",
     "build_tree",
     "generate",
     "make_sampler",
+    "stream",
 ]
 
 # Imported when one is first asked for: torch takes a second or two, in which `python -m ddtree.run`, which imports
@@ -39,15 +44,19 @@ _HOMES = {
     "DFlashConfig": "drafter_config",
     "DFlashDrafter": "drafter",
     "DraftTree": "tree",
+    "End": "streaming",
     "NoDrafts": "loop",
     "Proposer": "loop",
     "Round": "loop",
     "Scores": "tree",
+    "Step": "streaming",
+    "Stream": "streaming",
     "accept": "tree",
     "build_chain": "tree",
     "build_tree": "tree",
     "generate": "loop",
     "make_sampler": "sampling",
+    "stream": "streaming",
 }
 
 

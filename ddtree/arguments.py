@@ -30,7 +30,7 @@ a drafter proposes a tree of continuations, one forward of the target verifies
 it, and what the target itself writes is kept.
 
 The text goes to standard output as it is decided: exactly the decoding of the
-new tokens, without the token that ends it. Figures, notes and errors go to
+new tokens, without the token or the --stop text that ends it. Figures, notes and errors go to
 standard error."""
 
 _EPILOG = """\
@@ -148,6 +148,13 @@ def _add_decoding(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--max-new-tokens", type=whole(), default=128, metavar="N", help="stop after N tokens (default: %(default)s)"
+    )
+    group.add_argument(
+        "--stop",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="end before this text, were it to be written; may be given several times",
     )
     sampling: tuple[tuple[str, str, Callable[[str], float], str], ...] = (
         ("temperature", "T", float, "0 takes the likeliest token"),

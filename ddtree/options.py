@@ -39,6 +39,7 @@ class Options:
     mode: Mode
     budget: int
     max_new_tokens: int
+    stop: tuple[str, ...]
     temperature: float
     top_k: int
     top_p: float
@@ -60,7 +61,7 @@ class Options:
     def settings(self) -> dict[str, Any]:
         """What shapes the text, the prompt and the seed aside."""
         names = ("target", "drafter", "mode", "budget", "max_new_tokens", "temperature", "top_k", "top_p")
-        return {name: getattr(self, name) for name in (*names, "chat", "system", "thinking", "engine")}
+        return {name: getattr(self, name) for name in (*names, "stop", "chat", "system", "thinking", "engine")}
 
 
 def parse(argv: Sequence[str] | None = None) -> Options:
@@ -94,6 +95,7 @@ def parse(argv: Sequence[str] | None = None) -> Options:
         notes=tuple(_notes(asked, mode)),
         system=None if asked.system is None else _text("--system", asked.system),
         prompt=_prompt(asked.prompt),
+        stop=tuple(_text("--stop", text) for text in asked.stop),
     )
 
 
@@ -101,6 +103,8 @@ def _check_combination(asked: argparse.Namespace) -> None:
     for flag, given in (("--system", asked.system is not None), ("--no-thinking", asked.no_thinking)):
         if given and not asked.chat:
             raise UsageError(f"{flag} belongs to a conversation; add --chat or leave it out")
+    if "" in asked.stop:
+        raise UsageError("--stop is empty, which every text holds; give at least one character")
     if asked.echo and asked.chat:
         raise UsageError(
             "--echo joins a text and its continuation; an answer continues no text, so leave out --echo or --chat"

@@ -7,7 +7,7 @@ import json
 import os
 import sys
 import textwrap
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Literal, NamedTuple, NoReturn
@@ -23,16 +23,18 @@ from tqdm import tqdm
 
 from qwen_gdn.decode import PREFILL_WINDOW, HybridModel, OnStage
 from qwen_gdn.engine import Engine
-from weights import TextStream, load_drafter, load_target
+from weights import load_drafter, load_target
 from weights.files import one_line
 
 from .arguments import UsageError
-from .loop import NoDrafts, Proposer, Round, generate
+from .loop import NoDrafts, Proposer
 from .options import Options, parse
-from .prepare import Job, prepare
+from .page import Page
+from .prepare import prepare
 from .recorded_drafter import RecordedDrafter
 from .report import Figures, Meter, lines
 from .sources import check_source
+from .streaming import End, FinishReason, Stream, stream
 from .streams import lost, open_closed_stderr, say
 from .tree import build_chain, build_tree
 
@@ -41,12 +43,15 @@ FAILURE, BAD_USE, BROKEN_PIPE = 1, 2, 141
 _NO_MEMORY = ("can't allocate memory", "not enough memory", "CUBLAS_STATUS_ALLOC_FAILED")
 
 
+Reason = FinishReason | Literal["interrupted"]
+
+
 class Outcome(NamedTuple):
-    """What was written; `text` is the decoding of `ids`, less a stop token at the end."""
+    """What was written; `text` is the decoding of `ids`, less a stop token or string at the end."""
 
     ids: list[int]
     text: str
-    finish_reason: Literal["stop", "length", "interrupted"]
+    finish_reason: Reason
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -89,19 +94,21 @@ def _run(options: Options) -> int:
     target, drafter = _models(options, meter)
     page = Page(options.prompt if options.echo else "")
     with _prefill_progress(meter.stage, len(job.prompt_ids)) as on_stage:
-        rounds = generate(
+        events = stream(
             target,
             drafter,
+            job.tokenizer,
             job.prompt_ids,
             max_new_tokens=options.max_new_tokens,
             budget=options.budget,
             stop_ids=job.stop_ids,
+            stop=options.stop,
             sampler=options.sampler(),
             build=build_chain if options.mode == "chain" else build_tree,
             on_stage=on_stage,
         )
         try:
-            outcome = _write(page, meter.rounds(rounds), job)
+            outcome = _write(page, events, meter)
         finally:
             page.end_line(always=options.json)
     figures = meter.figures(len(job.prompt_ids))
@@ -129,59 +136,17 @@ def _models(options: Options, meter: Meter) -> tuple[HybridModel, Proposer]:
     return engine, RecordedDrafter(drafter, announce=announce) if drafter else NoDrafts()
 
 
-class Page:
-    """Standard output while a text is written; each piece is out before the next is decided.
-
-    Args:
-        lead: what stands before the text.
-    """
-
-    def __init__(self, lead: str = "") -> None:
-        self._lead = lead
-        self._last = "\n"
-
-    def write(self, text: str) -> None:
-        """Writes a piece; characters that the output's encoding lacks become `?`."""
-        text, self._lead = self._lead + text, ""
-        if text:
-            self._last = text[-1]
-            encoding = sys.stdout.encoding or "utf-8"
-            print(text.encode(encoding, "replace").decode(encoding), end="", flush=True)
-
-    def end_line(self, *, always: bool) -> None:
-        """Ends a line that the text left open: always, or where a terminal would show what follows behind it."""
-        if self._last == "\n":
-            return
-        if always or sys.stdout.isatty():
-            print(flush=True)
-        elif sys.stderr.isatty():
-            say("")
-
-
-def _write(page: Page, rounds: Iterator[Round], job: Job) -> Outcome:
-    """Writes the text of rounds as they come; an interrupt ends it, and what was decided by then is kept."""
-    stream = TextStream(job.tokenizer)
-    ids: list[int] = []
-    shown = 0
-    interrupted = False
+def _write(page: Page, events: Stream, meter: Meter) -> Outcome:
+    """Writes the text as it comes; an interrupt ends it, and what was decided by then is kept."""
+    reason: Reason = "interrupted"
     try:
-        for done in rounds:
-            ids += done.tokens
-            piece = stream.push(_spoken(done.tokens, job.stop_ids))
-            shown += len(piece)
-            page.write(piece)
+        for event in meter.events(events):
+            page.write(event.text)
+            if isinstance(event, End):
+                reason = event.finish_reason
     except KeyboardInterrupt:
-        interrupted = True
-    text = job.tokenizer.decode(_spoken(ids, job.stop_ids))
-    page.write(text[shown:])
-    if interrupted:
-        return Outcome(ids, text, "interrupted")
-    return Outcome(ids, text, "stop" if ids and ids[-1] in job.stop_ids else "length")
-
-
-def _spoken(ids: Sequence[int], stops: Collection[int]) -> Sequence[int]:
-    """Ids that are text: without a stop token at the end, whatever its name is."""
-    return ids[:-1] if ids and ids[-1] in stops else ids
+        page.write(events.close())
+    return Outcome(events.ids, events.text, reason)
 
 
 @contextmanager
@@ -240,12 +205,12 @@ def _say(message: str) -> None:
 
 def _leave(status: int) -> NoReturn:
     """Exits; output that cannot be written any more is dropped, or the interpreter would complain of it at its end."""
-    for stream in (sys.stdout, sys.stderr):
+    for output in (sys.stdout, sys.stderr):
         try:
-            if stream is not None:
-                stream.flush()
+            if output is not None:
+                output.flush()
         except OSError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+            os.dup2(os.open(os.devnull, os.O_WRONLY), output.fileno())
     sys.exit(status)
 
 

@@ -32,6 +32,14 @@ def own_proposer(names: Names) -> str:
     return ""
 
 
+def streamed(names: Names) -> str:
+    """The text is plain decoding's up to the first empty line."""
+    written = list(decode(names["target"], names["prompt"], max_new_tokens=80))
+    text = names["tokenizer"].decode(written)
+    assert "\n\n" in text, "the example meets no stop string"
+    return text[: text.index("\n\n")] + "[stop_string]\n"
+
+
 def forked_cache(names: Names) -> str:
     """Each continuation is that of the prompt and its own start, whatever the other one was."""
     target, tokenizer = names["target"], names["tokenizer"]
@@ -49,7 +57,7 @@ def engine(names: Names) -> str:
     return names["tokenizer"].decode(list(decode(model, names["prompt"], max_new_tokens=32))) + "\n"
 
 
-EXAMPLES: list[Callable[[Names], str]] = [round_by_hand, own_proposer, forked_cache, engine]
+EXAMPLES: list[Callable[[Names], str]] = [round_by_hand, own_proposer, streamed, forked_cache, engine]
 
 
 def test_every_example_is_checked() -> None:
@@ -59,7 +67,7 @@ def test_every_example_is_checked() -> None:
 @pytest.mark.parametrize(
     ("code", "wanted"),
     list(zip(BLOCKS, EXAMPLES, strict=False)),
-    ids=["round by hand", "own proposer", "fork", "engine"],
+    ids=["round by hand", "own proposer", "stream", "fork", "engine"],
 )
 def test_an_example_of_the_readme_prints_what_it_should(
     code: str,
