@@ -30,6 +30,7 @@ from qwen_gdn.decode import (
 from qwen_gdn.model import Hidden, LayerId, checked_layers
 from qwen_gdn.transfer import indices
 
+from .contexts import RowCount, check_crop
 from .drafts import checked_tree, limited, pruned
 from .tree import DraftTree, Scores, accept, build_chain, build_tree
 
@@ -70,21 +71,33 @@ class Proposer(Protocol):
 
 
 class NoDrafts:
-    """Proposes nothing: plain decoding as a case of the loop."""
+    """Proposes nothing: plain decoding as a case of the loop. Of the rows it observes it keeps their number."""
 
     layers: Sequence[LayerId] = ()
+    context_length = 0
+    crop_floor = 0
 
     def bind(self, target: HybridModel) -> None:
         self._nothing = torch.empty(0, target.config.vocab_size)
 
     def reset(self) -> None:
-        pass
+        self.context_length = 0
 
     def observe(self, features: Tensor) -> None:
-        pass
+        self.context_length += features.shape[1]
 
     def propose(self, root: int) -> Tensor:
         return self._nothing
+
+    def crop(self, length: int) -> None:
+        check_crop(length, 0, self.context_length)
+        self.context_length = length
+
+    def snapshot(self) -> RowCount:
+        return RowCount(self.context_length)
+
+    def restore(self, kept: RowCount) -> None:
+        self.context_length = kept.length
 
 
 def never(token: int) -> bool:

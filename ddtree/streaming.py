@@ -3,7 +3,7 @@
 It adds stop strings and the limit of the context to the loop, and nothing to how tokens are drawn.
 """
 
-from collections.abc import Collection, Generator, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from types import TracebackType
 from typing import Literal, NamedTuple, TypedDict, Unpack
 
@@ -82,39 +82,66 @@ def stream(
             context for a token.
     """
     length = checked_prompt(target, prompt_ids, max_new_tokens).shape[1]
-    stops, strings = checked_stops(stop_ids), checked_stop_strings(stop)
+    end = ending(tokenizer, stop_ids, stop)
     if cache is not None:
         fitting_cache(target, cache, 0)
     count = min(max_new_tokens, _room(target, cache, length, max_new_tokens))
-    until = _Completes(tokenizer, strings) if strings else never
     rounds = generate(
-        target, drafter, prompt_ids, max_new_tokens=count, stop_ids=stops, cache=cache, until=until, **drafting
+        target,
+        drafter,
+        prompt_ids,
+        max_new_tokens=count,
+        stop_ids=end.stop_ids,
+        until=end.until(),
+        cache=cache,
+        **drafting,
     )
-    return Stream(rounds, tokenizer, stops, strings, "context" if count < max_new_tokens else "length")
+    return Stream(rounds, end, "context" if count < max_new_tokens else "length")
+
+
+class Ending(NamedTuple):
+    """What ends a text, and how its ids are spelt; made by `ending`."""
+
+    tokenizer: Spelling
+    stop_ids: frozenset[int]
+    stop: tuple[str, ...]
+
+    def voice(self) -> StoppedText:
+        """A new text."""
+        return StoppedText(self.tokenizer, self.stop)
+
+    def until(self) -> Callable[[int], bool]:
+        """Whether a token, the next one of a new text, completes a stop string."""
+        return _Completes(self.voice()) if self.stop else never
+
+    def spoken(self, ids: Sequence[int]) -> Sequence[int]:
+        """Ids that are text: without a stop token at the end, whatever its name is."""
+        return ids[:-1] if ids and ids[-1] in self.stop_ids else ids
+
+
+def ending(tokenizer: Spelling, stop_ids: Collection[int], stop: Collection[str]) -> Ending:
+    """What ends a text; ValueError if ids or strings are none."""
+    return Ending(tokenizer, checked_stops(stop_ids), checked_stop_strings(stop))
 
 
 class Stream(Iterator[Event]):
     """The events of one generation; made by `stream`.
 
     Args:
-        rounds: of `generate`.
+        rounds: of `generate`, which end as `end` says.
         full: why it ended if nothing stopped it.
     """
 
     def __init__(
         self,
         rounds: Generator[Round, None, None],
-        tokenizer: Spelling,
-        stop_ids: frozenset[int],
-        stop: tuple[str, ...],
+        end: Ending,
         full: FinishReason,
     ) -> None:
         self._rounds = rounds
-        self._tokenizer = tokenizer
-        self._stop_ids = stop_ids
-        self._stop = stop
+        self._ending = end
         self._full = full
-        self._voice = StoppedText(tokenizer, stop)
+        self._voice = end.voice()
         self._ids: list[int] = []
         self._given: list[str] = []
         self._over = False
@@ -137,7 +164,7 @@ class Stream(Iterator[Event]):
         if done is None:
             return self._rest()
         self._ids += done.tokens
-        self._given.append(self._voice.push(self._spoken(done.tokens)))
+        self._given.append(self._voice.push(self._ending.spoken(done.tokens)))
         self._over = False
         return Step(self._given[-1], done)
 
@@ -157,23 +184,17 @@ class Stream(Iterator[Event]):
 
     def _rest(self) -> End:
         """What the text of all ids has beyond what was given out. An interrupt cannot have left those half read."""
-        voice = StoppedText(self._tokenizer, self._stop)
-        text = voice.push(self._spoken(self._ids)) + voice.finish()
+        voice = self._ending.voice()
+        text = voice.push(self._ending.spoken(self._ids)) + voice.finish()
         rest = text[len(self.text) :]
         self._given.append(rest)
-        stopped = bool(self._ids) and self._ids[-1] in self._stop_ids
+        stopped = len(self._ending.spoken(self._ids)) < len(self._ids)
         return End(rest, "stop" if stopped else "stop_string" if voice.found else self._full)
-
-    def _spoken(self, ids: Sequence[int]) -> Sequence[int]:
-        """Ids that are text: without a stop token at the end, whatever its name is."""
-        return ids[:-1] if ids and ids[-1] in self._stop_ids else ids
 
 
 class _Completes:
-    """Whether a token, the next one of a text, completes a stop string."""
-
-    def __init__(self, tokenizer: Spelling, stop: tuple[str, ...]) -> None:
-        self._voice = StoppedText(tokenizer, stop)
+    def __init__(self, voice: StoppedText) -> None:
+        self._voice = voice
 
     def __call__(self, token: int) -> bool:
         self._voice.push((token,))
