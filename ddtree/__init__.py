@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from .drafter_config import DFlashConfig
     from .loop import NoDrafts, Proposer, Round, generate
     from .sampling import make_sampler
+    from .session import Session
     from .streaming import End, Step, Stream, stream
     from .tree import Acceptance, DraftTree, Scores, accept, build_chain, build_tree
 
@@ -25,6 +26,7 @@ __all__ = [
     "Proposer",
     "Round",
     "Scores",
+    "Session",
     "Step",
     "Stream",
     "accept",
@@ -49,6 +51,7 @@ _HOMES = {
     "Proposer": "loop",
     "Round": "loop",
     "Scores": "tree",
+    "Session": "session",
     "Step": "streaming",
     "Stream": "streaming",
     "accept": "tree",

@@ -10,11 +10,13 @@ from typing import Any, Literal
 
 import torch
 
-from qwen_gdn.decode import Sampler, greedy
+from qwen_gdn.decode import OnStage, Sampler, greedy
 
 from .arguments import BUNDLED, DTYPE_NAMES, UsageError, default, parser
 from .loop import generate
 from .sampling import make_sampler
+from .streaming import Drafting
+from .tree import build_chain, build_tree
 
 Mode = Literal["tree", "chain", "plain"]
 EngineKind = Literal["eager", "graph"]
@@ -25,7 +27,7 @@ class Options:
     """One run.
 
     Attributes:
-        prompt: the text itself, whether it came as an argument or on standard input.
+        prompt: the text itself, whether it came as an argument or on standard input; None only if `interactive`.
         drafter: its source; None just where `mode` is plain.
         budget: nodes drafted a round, the root not counted; 0 where `mode` is plain.
         seed: of the sampler, drawn if none was given; None if none was given and nothing is drawn at random.
@@ -33,7 +35,8 @@ class Options:
         notes: what the user should know about how options were taken.
     """
 
-    prompt: str
+    prompt: str | None
+    interactive: bool
     target: str
     drafter: str | None
     mode: Mode
@@ -58,6 +61,11 @@ class Options:
         """A new sampler, at the start of its seed's stream."""
         return make_sampler(self.temperature, top_k=self.top_k, top_p=self.top_p, seed=self.seed)
 
+    def drafting(self, on_stage: OnStage) -> Drafting:
+        """How rounds go about their work, with a new sampler."""
+        build = build_chain if self.mode == "chain" else build_tree
+        return {"budget": self.budget, "sampler": self.sampler(), "build": build, "on_stage": on_stage}
+
     def settings(self) -> dict[str, Any]:
         """What shapes the text, the prompt and the seed aside."""
         names = ("target", "drafter", "mode", "budget", "max_new_tokens", "temperature", "top_k", "top_p")
@@ -81,7 +89,7 @@ def parse(argv: Sequence[str] | None = None) -> Options:
     nodes = default(generate, "budget") if asked.budget is None else asked.budget
     drawn = secrets.randbits(32) if asked.seed is None and random else asked.seed
     device = asked.device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    kept = ("target", "max_new_tokens", "temperature", "top_k", "top_p", "chat", "json", "echo")
+    kept = ("target", "max_new_tokens", "temperature", "top_k", "top_p", "chat", "json", "echo", "interactive")
     return Options(
         **{name: getattr(asked, name) for name in kept},
         device=device,
@@ -94,7 +102,7 @@ def parse(argv: Sequence[str] | None = None) -> Options:
         thinking=not asked.no_thinking,
         notes=tuple(_notes(asked, mode)),
         system=None if asked.system is None else _text("--system", asked.system),
-        prompt=_prompt(asked.prompt),
+        prompt=None if asked.prompt is None else _prompt(asked.prompt),
         stop=tuple(_text("--stop", text) for text in asked.stop),
     )
 
@@ -103,12 +111,25 @@ def _check_combination(asked: argparse.Namespace) -> None:
     for flag, given in (("--system", asked.system is not None), ("--no-thinking", asked.no_thinking)):
         if given and not asked.chat:
             raise UsageError(f"{flag} belongs to a conversation; add --chat or leave it out")
+    if asked.interactive:
+        _check_interactive(asked)
+    elif asked.prompt is None:
+        raise UsageError("the following arguments are required: --prompt; --help lists the options")
     if "" in asked.stop:
         raise UsageError("--stop is empty, which every text holds; give at least one character")
     if asked.echo and asked.chat:
         raise UsageError(
             "--echo joins a text and its continuation; an answer continues no text, so leave out --echo or --chat"
         )
+
+
+def _check_interactive(asked: argparse.Namespace) -> None:
+    if sys.stdin is None:
+        raise UsageError("--interactive reads standard input, which is closed; give it a file, a pipe or a terminal")
+    if asked.prompt == "-":
+        raise UsageError("--interactive reads standard input line by line already; leave out --prompt -")
+    if asked.echo:
+        raise UsageError("--echo writes a prompt before its continuation; leave it out with --interactive")
 
 
 def _draws_at_random(asked: argparse.Namespace) -> bool:

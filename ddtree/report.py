@@ -56,6 +56,10 @@ class Meter:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self.restart()
+
+    def restart(self) -> None:
+        """Begins anew, with nothing measured."""
         self._rounds: list[Round] = []
         self._seconds = 0.0
         self._preparing = 0.0

@@ -3,14 +3,12 @@
 Text goes to standard output, everything else to standard error. It adds nothing to how tokens are decided.
 """
 
-import json
 import os
 import sys
 import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
-from typing import Literal, NamedTuple, NoReturn
+from typing import NoReturn
 
 from .interrupts import STATUS as INTERRUPTED
 from .interrupts import interrupt_again, leave_at_once
@@ -27,31 +25,20 @@ from weights import load_drafter, load_target
 from weights.files import one_line
 
 from .arguments import UsageError
+from .interactive import converse
 from .loop import NoDrafts, Proposer
 from .options import Options, parse
-from .page import Page
+from .page import Outcome, Page, as_json, write
 from .prepare import prepare
 from .recorded_drafter import RecordedDrafter
 from .report import Figures, Meter, lines
 from .sources import check_source
-from .streaming import End, FinishReason, Stream, stream
+from .streaming import stream
 from .streams import lost, open_closed_stderr, say
-from .tree import build_chain, build_tree
 
 FAILURE, BAD_USE, BROKEN_PIPE = 1, 2, 141
 
 _NO_MEMORY = ("can't allocate memory", "not enough memory", "CUBLAS_STATUS_ALLOC_FAILED")
-
-
-Reason = FinishReason | Literal["interrupted"]
-
-
-class Outcome(NamedTuple):
-    """What was written; `text` is the decoding of `ids`, less a stop token or string at the end."""
-
-    ids: list[int]
-    text: str
-    finish_reason: Reason
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -92,7 +79,9 @@ def _run(options: Options) -> int:
         _say(f"note: {note}")
     meter = Meter(options.device)
     target, drafter = _models(options, meter)
-    page = Page(options.prompt if options.echo else "")
+    if options.interactive:
+        return converse(options, job, target, drafter, meter)
+    page = Page(options.prompt or "" if options.echo else "")
     with _prefill_progress(meter.stage, len(job.prompt_ids)) as on_stage:
         events = stream(
             target,
@@ -100,21 +89,18 @@ def _run(options: Options) -> int:
             job.tokenizer,
             job.prompt_ids,
             max_new_tokens=options.max_new_tokens,
-            budget=options.budget,
             stop_ids=job.stop_ids,
             stop=options.stop,
-            sampler=options.sampler(),
-            build=build_chain if options.mode == "chain" else build_tree,
-            on_stage=on_stage,
+            **options.drafting(on_stage),
         )
         try:
-            outcome = _write(page, events, meter)
+            outcome = write(page, events, meter)
         finally:
             page.end_line(always=options.json)
     figures = meter.figures(len(job.prompt_ids))
     _report(options, outcome, figures)
     if options.json:
-        print(_as_json(options, outcome, figures, target), flush=True)
+        print(as_json(options, outcome, figures, target), flush=True)
     return INTERRUPTED if outcome.finish_reason == "interrupted" else 0
 
 
@@ -134,19 +120,6 @@ def _models(options: Options, meter: Meter) -> tuple[HybridModel, Proposer]:
 
     engine = Engine(target, announce=announce)
     return engine, RecordedDrafter(drafter, announce=announce) if drafter else NoDrafts()
-
-
-def _write(page: Page, events: Stream, meter: Meter) -> Outcome:
-    """Writes the text as it comes; an interrupt ends it, and what was decided by then is kept."""
-    reason: Reason = "interrupted"
-    try:
-        for event in meter.events(events):
-            page.write(event.text)
-            if isinstance(event, End):
-                reason = event.finish_reason
-    except KeyboardInterrupt:
-        page.write(events.close())
-    return Outcome(events.ids, events.text, reason)
 
 
 @contextmanager
@@ -170,14 +143,6 @@ def _prefill_progress(on_stage: OnStage, tokens: int) -> Iterator[OnStage]:
 def _report(options: Options, outcome: Outcome, figures: Figures) -> None:
     seed = [] if options.seed is None else [f"seed {options.seed}"]
     say(f"finish reason: {outcome.finish_reason}", *lines(figures), *seed)
-
-
-def _as_json(options: Options, outcome: Outcome, figures: Figures, target: HybridModel) -> str:
-    """One line, in ASCII: characters at which some readers break lines are escaped."""
-    numbers = asdict(figures) | {"target_forwards": figures.target_forwards}
-    where = {"device": str(target.device), "dtype": str(target.dtype).removeprefix("torch.")}
-    settings = options.settings() | where
-    return json.dumps(outcome._asdict() | {"seed": options.seed, "figures": numbers, "settings": settings})
 
 
 def _explained(error: Exception) -> str | None:

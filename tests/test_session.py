@@ -12,19 +12,20 @@ from typing import Any
 import pytest
 import torch
 from drafter_oracle import random_drafter, raw_config
-from proposers import Scripted, check_holds, small_model
+from proposers import Empty, check_holds, small_model
 from speech import Letters
 from tiny import gap, raising_at, random_tokens, seeded
 from torch import Tensor
 
 import ddtree.loop
 import ddtree.recorded_drafter
+import qwen_gdn.cache
 import qwen_gdn.program_set
 from ddtree import DFlashConfig, DFlashDrafter, End, NoDrafts, Round, Step, Stream, generate
 from ddtree.boundaries import Boundaries
 from ddtree.recorded_drafter import RecordedDrafter
 from ddtree.session import Session
-from qwen_gdn import HybridCache, QwenGDN, decode
+from qwen_gdn import HybridCache, Topology, decode
 from qwen_gdn.engine import Engine
 from weights import load_drafter, load_target, load_tokenizer
 
@@ -43,24 +44,20 @@ def drafter_of(*kinds: str, window: int = 16, **more: Any) -> DFlashDrafter:
     return random_drafter(DFlashConfig.from_dict(raw_config(**changes | more)))
 
 
-class Knowing(Scripted):
-    """Right wherever it is asked, since it decodes plainly itself what comes; it cannot be put back."""
+class Fixed(Empty):
+    """Reads a layer, proposes nothing, counts its rows, and cannot be put back."""
 
     layers = (0,)
 
-    def __init__(self, model: QwenGDN) -> None:
+    def __init__(self) -> None:
         super().__init__([])
-        self.model = model
-
-    def draft(self, coming: list[int]) -> Tensor:
-        return torch.empty(0, self.vocab)
 
 
 DRAFTERS: dict[str, Callable[[], Any]] = {
     "full": lambda: drafter_of("f"),
     "sliding": lambda: drafter_of("s", "f", window=6),
     "none": NoDrafts,
-    "not rewindable": lambda: Knowing(MODEL),
+    "not rewindable": Fixed,
 }
 every_drafter = pytest.mark.parametrize("name", ["sliding", "none", "not rewindable"])
 
@@ -244,7 +241,7 @@ SITES: dict[str, tuple[Any, str]] = {
     "accept": (ddtree.loop, "accept"),
     "observe": (DFlashDrafter, "observe"),
     "propose": (DFlashDrafter, "propose"),
-    "observe, not rewindable": (Knowing, "observe"),
+    "observe, not rewindable": (Fixed, "observe"),
     "snapshot": (HybridCache, "snapshot"),
     "restore": (HybridCache, "restore"),
     "drafter's restore": (DFlashDrafter, "restore"),
@@ -261,7 +258,7 @@ def test_a_failed_turn_leaves_a_session_that_can_be_used(site: str) -> None:
         conversation = [*before, *ids_of(5, 6)]
         coming = list(decode(MODEL, conversation, max_new_tokens=14))
         for call, after, error in ((0, False, KeyboardInterrupt), (1, True, KeyboardInterrupt), (3, False, OSError)):
-            drafter = Knowing(MODEL) if "not" in site else drafter_of("s", "f", window=6)
+            drafter = Fixed() if "not" in site else drafter_of("s", "f", window=6)
             session = Session(MODEL, drafter, SPELLING)
             for turn in (start, first):
                 list(session.turn(turn, max_new_tokens=COUNT))
@@ -521,3 +518,94 @@ def test_messages_are_encoded_by_the_template(tmp_path: Any) -> None:
     bare = Session(load_target("bundled"), NoDrafts(), load_tokenizer("bundled"))
     with pytest.raises(ValueError, match="no chat template; give the prompt as plain text"):
         bare.turn(messages, max_new_tokens=3)
+
+
+# What a session is made of.
+
+
+def test_a_snapshot_owns_its_bytes_and_is_restored_in_place() -> None:
+    cache = MODEL.new_cache(64)
+    MODEL(torch.tensor([ids_of(0, 9)]), cache)
+    kept = cache.snapshot()
+    assert (kept.length, kept.capacity) == (9, 9)
+    assert kept.nbytes == sum(t.numel() * t.element_size() for layer in kept for t in layer.tensors())
+    rows = cache[1].tensors()[0].data_ptr()
+    MODEL(torch.tensor([ids_of(1, 6)]), cache)
+    cache.restore(kept)
+    assert cache[1].tensors()[0].data_ptr() == rows and cache.capacity == 64
+    check_holds(cache, MODEL, ids_of(0, 9))
+    MODEL(torch.tensor([ids_of(2, 6)]), cache)
+    check_holds(cache, MODEL, [*ids_of(0, 9), *ids_of(2, 6)])
+    check_holds(kept, MODEL, ids_of(0, 9))
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (lambda: MODEL.new_cache(9, rollback=2), "rollback 2 differs from this cache's 0"),
+        (lambda: MODEL.new_cache(9, 2), "batch 2 differs from this cache's 1"),
+        (lambda: small_model(dtype=torch.float32).new_cache(9), "layout .* differs"),
+        (lambda: _filled(9), "9 tokens exceed this cache's capacity of 8"),
+    ],
+)
+def test_a_restore_that_cannot_be_changes_nothing(other: Callable[[], HybridCache], message: str) -> None:
+    cache = MODEL.new_cache(8)
+    MODEL(torch.tensor([ids_of(0, 5)]), cache)
+    with pytest.raises(ValueError, match=message):
+        cache.restore(other())
+    check_holds(cache, MODEL, ids_of(0, 5))
+
+
+def _filled(count: int) -> HybridCache:
+    cache = MODEL.new_cache(count)
+    MODEL(torch.tensor([ids_of(0, count)]), cache)
+    return cache
+
+
+def test_an_interrupted_restore_leaves_an_empty_cache() -> None:
+    cache = _filled(9)
+    with raising_at(qwen_gdn.cache, "moved", 1, KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        cache.restore(_filled(8))
+    check_holds(cache, MODEL, [])
+
+
+def test_open_windows_stand_in_the_way_of_snapshots_and_restores() -> None:
+    cache, other = _filled(5), _filled(4)
+    cache.crop(0)
+    cache.branch(Topology([-1]))
+    for call in (cache.snapshot, lambda: cache.restore(other), lambda: other.restore(cache)):
+        with pytest.raises(RuntimeError, match="while a window is open"):
+            call()
+
+
+@pytest.mark.parametrize("programs", [False, True])
+def test_a_drafter_takes_back_rows_only_as_far_as_its_windows_have_not_moved(
+    programs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ddtree.recorded_drafter, "compiled", lambda function: function)
+    drafter: Any = drafter_of("s", "f", window=20)
+    drafter = RecordedDrafter(drafter) if programs else drafter
+    drafter.bind(MODEL)
+    features = torch.randn(1, 60, 16, generator=seeded(4), dtype=torch.float64)
+
+    def proposed(*parts: slice) -> Tensor:
+        fresh = drafter_of("s", "f", window=20)
+        fresh.bind(MODEL)
+        for part in parts:
+            fresh.observe(features[:, part])
+        return fresh.propose(7)
+
+    drafter.observe(features[:, :19])
+    assert drafter.crop_floor == 0
+    drafter.crop(11)
+    assert gap(drafter.propose(7), proposed(slice(11))) < 1e-10
+    drafter.observe(features[:, 30:50])
+    assert gap(drafter.propose(7), proposed(slice(11), slice(30, 50))) < 1e-10
+    kept = drafter.snapshot()
+    assert drafter.crop_floor == drafter.context_length == 31
+    with pytest.raises(ValueError, match="crop to 30, but of its 31 rows only those from 31 on"):
+        drafter.crop(30)
+    drafter.observe(features[:, 50:])
+    drafter.restore(kept)
+    assert drafter.context_length == 31
+    assert gap(drafter.propose(7), proposed(slice(11), slice(30, 50))) < 1e-10
