@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from .loop import NoDrafts, Proposer, Round, generate
     from .mtp import MTPDrafter
     from .sampling import make_sampler
+    from .session import Session
+    from .streaming import End, Step, Stream, stream
     from .tree import Acceptance, DraftTree, Scores, accept, build_chain, build_tree
 
 __all__ = [
@@ -20,16 +22,21 @@ __all__ = [
     "DFlashConfig",
     "DFlashDrafter",
     "DraftTree",
+    "End",
     "MTPDrafter",
     "NoDrafts",
     "Proposer",
     "Round",
     "Scores",
+    "Session",
+    "Step",
+    "Stream",
     "accept",
     "build_chain",
     "build_tree",
     "generate",
     "make_sampler",
+    "stream",
 ]
 
 # Imported when one is first asked for: torch takes a second or two, in which `python -m ddtree.run`, which imports
@@ -41,16 +48,21 @@ _HOMES = {
     "DFlashConfig": "drafter_config",
     "DFlashDrafter": "drafter",
     "DraftTree": "tree",
+    "End": "streaming",
     "MTPDrafter": "mtp",
     "NoDrafts": "loop",
     "Proposer": "loop",
     "Round": "loop",
     "Scores": "tree",
+    "Session": "session",
+    "Step": "streaming",
+    "Stream": "streaming",
     "accept": "tree",
     "build_chain": "tree",
     "build_tree": "tree",
     "generate": "loop",
     "make_sampler": "sampling",
+    "stream": "streaming",
 }
 
 

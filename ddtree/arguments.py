@@ -33,7 +33,7 @@ a drafter proposes a tree of continuations, one forward of the target verifies
 it, and what the target itself writes is kept.
 
 The text goes to standard output as it is decided: exactly the decoding of the
-new tokens, without the token that ends it. Figures, notes and errors go to
+new tokens, without the token or the --stop text that ends it. Figures, notes and errors go to
 standard error."""
 
 _EPILOG = """\
@@ -43,6 +43,7 @@ examples:
   python -m ddtree.run --prompt - --temperature 0.8 --top-p 0.95 --seed 7 < a.py
   python -m ddtree.run --target Qwen/Qwen3.5-4B --drafter z-lab/Qwen3.5-4B-DFlash \\
       --chat --no-thinking --prompt 'What is a monoid?'
+  python -m ddtree.run --target Qwen/Qwen3.5-4B --chat --interactive
   python -m ddtree.run --prompt 'import ' --json 2>/dev/null | tail -n 1
 
 prompts:
@@ -101,7 +102,13 @@ class Parser(argparse.ArgumentParser):
 
 
 def _add_text(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--prompt", required=True, metavar="TEXT", help="text to continue; - reads standard input")
+    group.add_argument("--prompt", metavar="TEXT", help="text to continue; - reads standard input")
+    group.add_argument(
+        "--interactive",
+        action="store_true",
+        help="continue line after line of standard input, each after all that was said before; Ctrl-C ends a turn, "
+        "Ctrl-D the conversation (--prompt is its first line)",
+    )
     group.add_argument("--echo", action="store_true", help="write the prompt before its continuation")
     group.add_argument("--chat", action="store_true", help="put the prompt into the chat template, as a user's message")
     group.add_argument("--system", metavar="TEXT", help="with --chat: the system message")
@@ -159,6 +166,13 @@ def _add_decoding(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--max-new-tokens", type=whole(), default=128, metavar="N", help="stop after N tokens (default: %(default)s)"
+    )
+    group.add_argument(
+        "--stop",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="end before this text, were it to be written; may be given several times",
     )
     _add_sampling(group)
     group.add_argument(

@@ -10,10 +10,12 @@ from typing import Any, NamedTuple, Protocol, cast
 import torch
 from torch import Tensor, nn
 
+from qwen_gdn.cache import storage_bytes
 from qwen_gdn.config import ModelConfig
 from qwen_gdn.norms import PlainRMSNorm
 from qwen_gdn.rope import Rotation, rotation
 
+from .contexts import check_crop
 from .drafter_config import AttentionType, DFlashConfig, check_layer_ids
 from .drafter_layers import DrafterLayer, Rows, SeenRows, block_mask
 from .tree import Scores
@@ -44,6 +46,11 @@ class _Context(NamedTuple):
 
     length: int
     layers: tuple[Rows, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all storage held."""
+        return storage_bytes(part for rows in self.layers for part in rows)
 
 
 class DFlashDrafter(nn.Module):
@@ -139,6 +146,42 @@ class DFlashDrafter(nn.Module):
     def reset(self) -> None:
         """Forgets the context, not the target."""
         self._context = _Context(0, ())
+
+    @property
+    def crop_floor(self) -> int:
+        """The lowest length that `crop` reaches: 0 until a sliding layer has dropped rows, then the length itself."""
+        now = self._context
+        kept = zip(self.config.layer_types, now.layers, strict=False)  # no layers before the first row
+        whole = all(self.config.window(kind) is None or rows.keys.shape[2] == now.length for kind, rows in kept)
+        return 0 if whole else now.length
+
+    def crop(self, length: int) -> None:
+        """Forgets the rows from `length` on; ValueError, and no change, below `crop_floor` or past the end."""
+        now = self._context
+        check_crop(length, self.crop_floor, now.length)
+        kept = zip(self.config.layer_types, now.layers, strict=False)
+        self._context = _Context(length, tuple(self._first(kind, rows, length) for kind, rows in kept))
+
+    def snapshot(self) -> _Context:
+        """A copy of the context, for `restore`, in storage of exactly its size."""
+        return self._copied(self._context)
+
+    def restore(self, kept: _Context) -> None:
+        """Takes on a context that `snapshot` returned, here or at another drafter of these weights."""
+        self._context = self._copied(kept)
+
+    def _copied(self, context: _Context) -> _Context:
+        counts = [_count(context.length, self.config.window(kind)) for kind in self.config.layer_types]
+        with torch.inference_mode(False):  # rows made in that mode could not be written outside it
+            pairs = zip(context.layers, counts, strict=False)
+            layers = tuple(Rows(*(part[:, :, :count].clone() for part in rows)) for rows, count in pairs)
+        return _Context(context.length, layers)
+
+    def _first(self, kind: AttentionType, rows: Rows, length: int) -> Rows:
+        """The first rows of a layer; those of a full layer stay in their buffer."""
+        if self.config.window(kind) is None:
+            return rows
+        return Rows(*(part[:, :, :length].clone() for part in rows))
 
     @torch.no_grad()
     def observe(self, features: Tensor) -> None:

@@ -6,7 +6,7 @@ the tree has them. So every emitted token is the target's own draw, whatever was
 law of plain decoding; greedily it is plain decoding's output.
 """
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from contextlib import nullcontext
 from typing import NamedTuple, Protocol
 
@@ -31,6 +31,7 @@ from qwen_gdn.decode import (
 from qwen_gdn.model import Hidden, LayerId, checked_layers
 from qwen_gdn.transfer import indices
 
+from .contexts import RowCount, check_crop
 from .drafts import checked_tree, limited, pruned
 from .tree import DraftTree, Scores, accept, build_chain, build_tree
 
@@ -40,7 +41,7 @@ Build = Callable[[int, Tensor | Scores, int], DraftTree]
 class Round(NamedTuple):
     """What one round emitted.
 
-    tokens: the emitted ids; `len(tokens) == accepted + 1` unless a stop id cut it.
+    tokens: the emitted ids; `len(tokens) == accepted + 1` unless the last one ended the generation.
     drafted: nodes put before the target, the root not counted.
     accepted: drafted nodes that the target's draws followed, before any cut.
     """
@@ -74,21 +75,38 @@ class Proposer(Protocol):
 
 
 class NoDrafts:
-    """Proposes nothing: plain decoding as a case of the loop."""
+    """Proposes nothing: plain decoding as a case of the loop. Of the rows it observes it keeps their number."""
 
     layers: Sequence[LayerId] = ()
+    context_length = 0
+    crop_floor = 0
 
     def bind(self, target: HybridModel) -> None:
         self._nothing = torch.empty(0, target.config.vocab_size)
 
     def reset(self) -> None:
-        pass
+        self.context_length = 0
 
     def observe(self, features: Tensor) -> None:
-        pass
+        self.context_length += features.shape[1]
 
     def propose(self, root: int) -> Tensor:
         return self._nothing
+
+    def crop(self, length: int) -> None:
+        check_crop(length, 0, self.context_length)
+        self.context_length = length
+
+    def snapshot(self) -> RowCount:
+        return RowCount(self.context_length)
+
+    def restore(self, kept: RowCount) -> None:
+        self.context_length = kept.length
+
+
+def never(token: int) -> bool:
+    """No token is the last one for what it says."""
+    return False
 
 
 def generate(
@@ -105,7 +123,8 @@ def generate(
     build: Build = build_tree,
     prefill_window: int = PREFILL_WINDOW,
     on_stage: OnStage = nullcontext,
-) -> Iterator[Round]:
+    until: Callable[[int], bool] = never,
+) -> Generator[Round, None, None]:
     """Generates round by round; the first round is the prefill's own token, with nothing drafted.
 
     After every round, however the generation ends, the cache holds all prompt and emitted tokens but the last. A
@@ -124,6 +143,8 @@ def generate(
             Nodes too deep to be emitted any more are dropped.
         prefill_window: tokens of the prompt per forward.
         on_stage: entered with the name of each stage: prefill, draft, build, verify, sample, commit.
+        until: asked once of every token that is to be emitted, in their order and before any of its round is
+            committed; the first that it says true of is the last one. A stop id is not put to it.
 
     Raises:
         ValueError: at the call, before any forward: the prompt, a number, a stop id, the cache or the drafter does
@@ -133,14 +154,14 @@ def generate(
     checked_count("budget", budget, 0)
     checked_count("prefill_window", prefill_window, 1)
     stops = checked_stops(stop_ids)
-    checked_callables(sampler=sampler, build=build, on_stage=on_stage)
+    checked_callables(sampler=sampler, build=build, on_stage=on_stage, until=until)
     cache = fitting_cache(target, cache, prompt.shape[1] + max_new_tokens - 1)
     draws = checked_sampler(target, sampler, prompt, cache, earlier_ids)
     drafter.bind(target)
     layers = checked_layers(drafter.layers, target.config.num_hidden_layers, "drafter: layers")
     if cache.length == 0:
         drafter.reset()
-    loop = _Loop(target, drafter, layers, cache, draws, stops, on_stage)
+    loop = _Loop(target, drafter, layers, cache, draws, lambda token: token in stops or until(token), on_stage)
     return loop.run(prompt, max_new_tokens, budget, build, prefill_window)
 
 
@@ -154,7 +175,7 @@ class _Loop:
         layers: Sequence[LayerId],
         cache: HybridCache,
         draws: Draws,
-        stop_ids: frozenset[int],
+        ends: Callable[[int], bool],
         on_stage: OnStage,
     ) -> None:
         self.target = target
@@ -162,11 +183,12 @@ class _Loop:
         self.layers = layers
         self.cache = cache
         self.draws = draws
-        self.stop_ids = stop_ids
+        self.ends = ends
         self.on_stage = on_stage
+        self.ended = False
 
     @torch.no_grad()
-    def run(self, prompt: Tensor, count: int, budget: int, build: Build, window: int) -> Iterator[Round]:
+    def run(self, prompt: Tensor, count: int, budget: int, build: Build, window: int) -> Generator[Round, None, None]:
         if count == 0:
             with self.cache.transaction():
                 self.prefill(prompt[:, :-1], window)
@@ -174,12 +196,12 @@ class _Loop:
         with self.cache.transaction():
             last = self.prefill(prompt, window)
             with self.on_stage("sample"):
-                root = self.draws(self.target.logits(last))[0]
+                (root,) = self.cut(self.draws(self.target.logits(last)))
         del last  # a view, which would keep the prompt's last window alive
         self.draws.emitted([root])
         count -= 1
         yield Round((root,), 0, 0)
-        while count and root not in self.stop_ids:
+        while count and not self.ended:
             tree = self.draft(root, count - 1, budget, build)
             with self.cache.transaction():
                 done = self.verify(tree)
@@ -232,9 +254,12 @@ class _Loop:
         return hidden
 
     def cut(self, tokens: list[int]) -> tuple[int, ...]:
-        """What is emitted of them: up to the first stop id."""
-        stop = next((i for i, token in enumerate(tokens) if token in self.stop_ids), len(tokens))
-        return tuple(tokens[: stop + 1])
+        """What is emitted of them: up to the first that ends the generation."""
+        for count, token in enumerate(tokens, 1):
+            if self.ends(token):
+                self.ended = True
+                return tuple(tokens[:count])
+        return tuple(tokens)
 
     def keep(self, tree: DraftTree, path: list[int], hidden: Hidden) -> None:
         if len(tree.topology) > 1:

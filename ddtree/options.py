@@ -12,13 +12,15 @@ from typing import Any, Literal
 
 import torch
 
-from qwen_gdn.decode import Sampler
+from qwen_gdn.decode import OnStage, Sampler
 from qwen_gdn.history import ContextSampler
 
 from .arguments import BUNDLED, DTYPE_NAMES, MTP, UsageError, default, parser
 from .loop import generate
 from .mtp import MTPDrafter
 from .sampling import make_sampler
+from .streaming import Drafting
+from .tree import build_chain, build_tree
 
 Mode = Literal["tree", "chain", "plain"]
 EngineKind = Literal["eager", "graph"]
@@ -32,7 +34,7 @@ class Options:
     """One run.
 
     Attributes:
-        prompt: the text itself, whether it came as an argument or on standard input.
+        prompt: the text itself, whether it came as an argument or on standard input; None only if `interactive`.
         drafter: its source, or the word for the target's own MTP module; None just where `mode` is plain.
         mtp_depth: tokens that an MTP module drafts ahead.
         budget: nodes drafted a round, the root not counted; 0 where `mode` is plain.
@@ -43,13 +45,15 @@ class Options:
         notes: what the user should know about how options were taken.
     """
 
-    prompt: str
+    prompt: str | None
+    interactive: bool
     target: str
     drafter: str | None
     mtp_depth: int
     mode: Mode
     budget: int
     max_new_tokens: int
+    stop: tuple[str, ...]
     temperature: float
     top_k: int
     top_p: float
@@ -82,10 +86,15 @@ class Options:
             with _own_names():
                 sampler.check(vocab)
 
+    def drafting(self, on_stage: OnStage) -> Drafting:
+        """How rounds go about their work, with a new sampler."""
+        build = build_chain if self.mode == "chain" else build_tree
+        return {"budget": self.budget, "sampler": self.sampler(), "build": build, "on_stage": on_stage}
+
     def settings(self) -> dict[str, Any]:
         """What shapes the text, the prompt and the seed aside."""
         names = ("target", "drafter", "mode", "budget", "max_new_tokens", *SAMPLING)
-        return {name: getattr(self, name) for name in (*names, "chat", "system", "thinking", "engine")}
+        return {name: getattr(self, name) for name in (*names, "stop", "chat", "system", "thinking", "engine")}
 
 
 def parse(argv: Sequence[str] | None = None) -> Options:
@@ -104,7 +113,7 @@ def parse(argv: Sequence[str] | None = None) -> Options:
     mode: Mode = asked.mode if drafter else "plain"
     nodes = default(generate, "budget") if asked.budget is None else asked.budget
     device = asked.device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    kept = ("target", "max_new_tokens", "sampling", "seed", "chat", "json", "echo")
+    kept = ("target", "max_new_tokens", "sampling", "seed", "chat", "json", "echo", "interactive")
     options = Options(
         **{name: getattr(asked, name) for name in kept},
         **{name: default(make_sampler, name) for name in SAMPLING} | sampling,
@@ -119,7 +128,8 @@ def parse(argv: Sequence[str] | None = None) -> Options:
         thinking=not asked.no_thinking,
         notes=tuple(_notes(asked, mode)),
         system=None if asked.system is None else _text("--system", asked.system),
-        prompt=_prompt(asked.prompt),
+        prompt=None if asked.prompt is None else _prompt(asked.prompt),
+        stop=tuple(_text("--stop", text) for text in asked.stop),
     )
     return options if options.sampling == "checkpoint" else settled(options, {})
 
@@ -138,10 +148,25 @@ def _check_combination(asked: argparse.Namespace) -> None:
             raise UsageError(f"{flag} belongs to a conversation; add --chat or leave it out")
     if asked.mtp_depth is not None and asked.drafter != MTP:
         raise UsageError(f"--mtp-depth belongs to the target's MTP module; add --drafter {MTP} or leave it out")
+    if asked.interactive:
+        _check_interactive(asked)
+    elif asked.prompt is None:
+        raise UsageError("the following arguments are required: --prompt; --help lists the options")
+    if "" in asked.stop:
+        raise UsageError("--stop is empty, which every text holds; give at least one character")
     if asked.echo and asked.chat:
         raise UsageError(
             "--echo joins a text and its continuation; an answer continues no text, so leave out --echo or --chat"
         )
+
+
+def _check_interactive(asked: argparse.Namespace) -> None:
+    if sys.stdin is None:
+        raise UsageError("--interactive reads standard input, which is closed; give it a file, a pipe or a terminal")
+    if asked.prompt == "-":
+        raise UsageError("--interactive reads standard input line by line already; leave out --prompt -")
+    if asked.echo:
+        raise UsageError("--echo writes a prompt before its continuation; leave it out with --interactive")
 
 
 def _given_sampling(asked: argparse.Namespace) -> dict[str, Any]:

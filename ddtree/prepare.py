@@ -23,7 +23,10 @@ from .options import Options
 
 
 class Job(NamedTuple):
-    """What the checkpoints' small files make of the options; `notes` are for the user."""
+    """What the checkpoints' small files make of the options; `notes` are for the user.
+
+    prompt_ids: none for a run that reads its prompts later.
+    """
 
     tokenizer: Tokenizer
     prompt_ids: list[int]
@@ -49,9 +52,12 @@ def prepare(options: Options) -> Job:
         _check_pairing(options.drafter, target)
     tokenizer = load_tokenizer(options.target)
     _check_vocabulary(tokenizer, target.config.vocab_size, folder)
-    prompt_ids = _prompt_ids(tokenizer, options)
-    checked_prompt(target, prompt_ids, options.max_new_tokens)
-    _check_context(len(prompt_ids), options.max_new_tokens, target.config.max_position_embeddings)
+    if options.chat and not tokenizer.has_chat_template:
+        raise UsageError(f"--chat: {options.target} ships no chat template; leave it out to continue plain text")
+    prompt_ids = [] if options.interactive else _prompt_ids(tokenizer, options, options.prompt or "")
+    if prompt_ids:
+        checked_prompt(target, prompt_ids, options.max_new_tokens)
+        _check_context(len(prompt_ids), options.max_new_tokens, target.config.max_position_embeddings)
     return Job(tokenizer, prompt_ids, stop_ids(options.target, target.config), tuple(_notes(tokenizer, options)))
 
 
@@ -82,13 +88,11 @@ def _check_vocabulary(tokenizer: Tokenizer, rows: int, folder: Path) -> None:
         )
 
 
-def _prompt_ids(tokenizer: Tokenizer, options: Options) -> list[int]:
-    if not options.chat:
-        ids = tokenizer.encode(options.prompt)
-    elif tokenizer.has_chat_template:
+def _prompt_ids(tokenizer: Tokenizer, options: Options, prompt: str) -> list[int]:
+    if options.chat:
         ids = tokenizer.encode_chat(_messages(options), enable_thinking=None if options.thinking else False)
     else:
-        raise UsageError(f"--chat: {options.target} ships no chat template; leave it out to continue plain text")
+        ids = tokenizer.encode(prompt)
     if not ids:
         raise UsageError("the prompt is empty: it holds no token of this vocabulary")
     return ids
@@ -96,7 +100,7 @@ def _prompt_ids(tokenizer: Tokenizer, options: Options) -> list[int]:
 
 def _messages(options: Options) -> list[dict[str, str]]:
     system = [] if options.system is None else [{"role": "system", "content": options.system}]
-    return [*system, {"role": "user", "content": options.prompt}]
+    return [*system, {"role": "user", "content": options.prompt or ""}]
 
 
 def _check_context(prompt: int, new: int, limit: int | None) -> None:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
+from qwen_gdn.cache import storage_bytes
 from qwen_gdn.joined import join_projections
 from qwen_gdn.model import LayerId
 from qwen_gdn.prefix import attend, attend_seen
@@ -19,6 +20,7 @@ from qwen_gdn.recorded import Announce, Inputs, Recorded, applied, compiled, pro
 from qwen_gdn.rope import Rotation, rotation
 from qwen_gdn.transfer import indices
 
+from .contexts import check_crop
 from .drafter import DFlashDrafter, Target
 from .drafter_layers import DrafterAttention, DrafterLayer, Rows
 from .tree import Scores
@@ -61,6 +63,30 @@ class RecordedDrafter:
         """Forgets the context, not the target."""
         self._length = 0
 
+    @property
+    def crop_floor(self) -> int:
+        """The lowest length that `crop` reaches: 0 until a ring may have gone round, then the length itself."""
+        now = self._programs
+        return 0 if now is None or now.keeps_all(self._length) else self._length
+
+    def crop(self, length: int) -> None:
+        """Forgets the rows from `length` on; ValueError, and no change, below `crop_floor` or past the end."""
+        check_crop(length, self.crop_floor, self._length)
+        self._length = length
+
+    def snapshot(self) -> "_Snapshot":
+        """A copy of the context, for `restore`."""
+        now = self._programs
+        return _Snapshot(self._length, () if now is None else now.copied(self._length))
+
+    @torch.no_grad()
+    def restore(self, kept: "_Snapshot") -> None:
+        """Takes on a context that `snapshot` returned; RuntimeError if no target is bound."""
+        self._length = 0
+        if kept.layers:
+            self._prepared(kept.length).load(kept.layers)
+        self._length = kept.length
+
     @torch.no_grad()
     def observe(self, features: Tensor) -> None:
         """Appends the rows of committed tokens, [1, T, len(layers) · D], to the context of every layer.
@@ -92,6 +118,17 @@ class RecordedDrafter:
                 grown.take(now, self._length)
             self._programs = now = grown
         return now
+
+
+class _Snapshot(NamedTuple):
+    """The rows of a context as they lie in the programs' buffers; of a full layer just those that count."""
+
+    length: int
+    layers: tuple[Rows, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return storage_bytes(part for rows in self.layers for part in rows)
 
 
 class _Block(NamedTuple):
@@ -127,6 +164,24 @@ class _Programs:
             count = length if window is None else theirs.keys.shape[2]
             for new, old in zip(mine, theirs, strict=True):
                 new[:, :, :count] = old[:, :, :count]
+
+    def keeps_all(self, length: int) -> bool:
+        """Whether no row can have been written over yet, by rows behind it or by their padding."""
+        rings = (kept.keys.shape[2] for kept, window in zip(self.kept, self.windows, strict=True) if window)
+        return all(length + self.block_size <= size for size in rings)
+
+    def copied(self, length: int) -> tuple[Rows, ...]:
+        """Every layer's rows, of a full layer the first `length`, in storage of their own."""
+        pairs = zip(self.kept, self.windows, strict=True)
+        return tuple(
+            Rows(*(part[:, :, : length if window is None else None].clone() for part in rows)) for rows, window in pairs
+        )
+
+    def load(self, layers: tuple[Rows, ...]) -> None:
+        """Takes on rows as `copied` returned them."""
+        for mine, theirs in zip(self.kept, layers, strict=True):
+            for rows, kept in zip(mine, theirs, strict=True):
+                rows[:, :, : kept.shape[2]] = kept
 
     def observe(self, features: Tensor, start: int) -> None:
         count = features.shape[1]

@@ -5,12 +5,15 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from time import perf_counter
+from typing import TypeVar
 
 import torch
 
 from .loop import Round
+from .streaming import Event, Step
 
 STAGES = ("prefill", "draft", "build", "verify", "sample", "commit")
+T = TypeVar("T")
 _BAR = 40  # width of the longest bar of a histogram
 
 
@@ -46,13 +49,17 @@ class Figures:
 
 
 class Meter:
-    """Times one generation: pass `stage` to it as `on_stage`, and its rounds through `rounds`.
+    """Times one generation: pass `stage` to it as `on_stage`, and what it yields through `rounds` or `events`.
 
     On CUDA the device is synchronised at both ends of each stage, or its work would be counted where it is waited for.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self.restart()
+
+    def restart(self) -> None:
+        """Begins anew, with nothing measured."""
         self._rounds: list[Round] = []
         self._seconds = 0.0
         self._preparing = 0.0
@@ -82,6 +89,18 @@ class Meter:
 
     def rounds(self, generated: Iterator[Round]) -> Iterator[Round]:
         """The same rounds; the consumer's own time is not counted."""
+        for done in self._timed(generated):
+            self._count(done)
+            yield done
+
+    def events(self, generated: Iterator[Event]) -> Iterator[Event]:
+        """The same events; the consumer's own time is not counted."""
+        for event in self._timed(generated):
+            if isinstance(event, Step):
+                self._count(event.round)
+            yield event
+
+    def _timed(self, generated: Iterator[T]) -> Iterator[T]:
         while True:
             start, prepared = perf_counter(), self._preparing
             try:
@@ -90,10 +109,12 @@ class Meter:
                 self._seconds += perf_counter() - start - (self._preparing - prepared)
             if done is None:
                 return
-            if self._first is None:
-                self._first = self._seconds
-            self._rounds.append(done)
             yield done
+
+    def _count(self, done: Round) -> None:
+        if self._first is None:
+            self._first = self._seconds
+        self._rounds.append(done)
 
     def figures(self, prompt_tokens: int) -> Figures:
         """What was measured up to now."""

@@ -3,14 +3,12 @@
 Text goes to standard output, everything else to standard error. It adds nothing to how tokens are decided.
 """
 
-import json
 import os
 import sys
 import textwrap
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
-from typing import Literal, NamedTuple, NoReturn
+from typing import NoReturn
 
 from .interrupts import STATUS as INTERRUPTED
 from .interrupts import interrupt_again, leave_at_once
@@ -23,33 +21,27 @@ from tqdm import tqdm
 
 from qwen_gdn.decode import PREFILL_WINDOW, HybridModel, OnStage
 from qwen_gdn.engine import Engine
-from weights import TextStream, load_drafter, load_mtp, load_target
+from weights import load_drafter, load_mtp, load_target
 from weights.files import one_line
 
 from .arguments import MTP, UsageError
 from .checkpoint_sampling import checkpoint_sampling
 from .drafter import DFlashDrafter
-from .loop import NoDrafts, Proposer, Round, generate
+from .interactive import converse
+from .loop import NoDrafts, Proposer
 from .mtp import MTPDrafter
 from .options import Options, parse, settled
-from .prepare import Job, prepare
+from .page import Outcome, Page, as_json, write
+from .prepare import prepare
 from .recorded_drafter import RecordedDrafter
 from .report import Figures, Meter, lines
 from .sources import check_source
+from .streaming import stream
 from .streams import lost, open_closed_stderr, say
-from .tree import build_chain, build_tree
 
 FAILURE, BAD_USE, BROKEN_PIPE = 1, 2, 141
 
 _NO_MEMORY = ("can't allocate memory", "not enough memory", "CUBLAS_STATUS_ALLOC_FAILED")
-
-
-class Outcome(NamedTuple):
-    """What was written; `text` is the decoding of `ids`, less a stop token at the end."""
-
-    ids: list[int]
-    text: str
-    finish_reason: Literal["stop", "length", "interrupted"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -92,27 +84,28 @@ def _run(options: Options) -> int:
         _say(f"note: {note}")
     meter = Meter(options.device)
     target, drafter = _models(options, meter)
-    page = Page(options.prompt if options.echo else "")
+    if options.interactive:
+        return converse(options, job, target, drafter, meter)
+    page = Page(options.prompt or "" if options.echo else "")
     with _prefill_progress(meter.stage, len(job.prompt_ids)) as on_stage:
-        rounds = generate(
+        events = stream(
             target,
             drafter,
+            job.tokenizer,
             job.prompt_ids,
             max_new_tokens=options.max_new_tokens,
-            budget=options.budget,
             stop_ids=job.stop_ids,
-            sampler=options.sampler(),
-            build=build_chain if options.mode == "chain" else build_tree,
-            on_stage=on_stage,
+            stop=options.stop,
+            **options.drafting(on_stage),
         )
         try:
-            outcome = _write(page, meter.rounds(rounds), job)
+            outcome = write(page, events, meter)
         finally:
             page.end_line(always=options.json)
     figures = meter.figures(len(job.prompt_ids))
     _report(options, outcome, figures)
     if options.json:
-        print(_as_json(options, outcome, figures, target), flush=True)
+        print(as_json(options, outcome, figures, target), flush=True)
     return INTERRUPTED if outcome.finish_reason == "interrupted" else 0
 
 
@@ -144,61 +137,6 @@ def _drafter(options: Options) -> Proposer:
     return load_drafter(options.drafter, device=options.device, dtype=options.dtype)
 
 
-class Page:
-    """Standard output while a text is written; each piece is out before the next is decided.
-
-    Args:
-        lead: what stands before the text.
-    """
-
-    def __init__(self, lead: str = "") -> None:
-        self._lead = lead
-        self._last = "\n"
-
-    def write(self, text: str) -> None:
-        """Writes a piece; characters that the output's encoding lacks become `?`."""
-        text, self._lead = self._lead + text, ""
-        if text:
-            self._last = text[-1]
-            encoding = sys.stdout.encoding or "utf-8"
-            print(text.encode(encoding, "replace").decode(encoding), end="", flush=True)
-
-    def end_line(self, *, always: bool) -> None:
-        """Ends a line that the text left open: always, or where a terminal would show what follows behind it."""
-        if self._last == "\n":
-            return
-        if always or sys.stdout.isatty():
-            print(flush=True)
-        elif sys.stderr.isatty():
-            say("")
-
-
-def _write(page: Page, rounds: Iterator[Round], job: Job) -> Outcome:
-    """Writes the text of rounds as they come; an interrupt ends it, and what was decided by then is kept."""
-    stream = TextStream(job.tokenizer)
-    ids: list[int] = []
-    shown = 0
-    interrupted = False
-    try:
-        for done in rounds:
-            ids += done.tokens
-            piece = stream.push(_spoken(done.tokens, job.stop_ids))
-            shown += len(piece)
-            page.write(piece)
-    except KeyboardInterrupt:
-        interrupted = True
-    text = job.tokenizer.decode(_spoken(ids, job.stop_ids))
-    page.write(text[shown:])
-    if interrupted:
-        return Outcome(ids, text, "interrupted")
-    return Outcome(ids, text, "stop" if ids and ids[-1] in job.stop_ids else "length")
-
-
-def _spoken(ids: Sequence[int], stops: Collection[int]) -> Sequence[int]:
-    """Ids that are text: without a stop token at the end, whatever its name is."""
-    return ids[:-1] if ids and ids[-1] in stops else ids
-
-
 @contextmanager
 def _prefill_progress(on_stage: OnStage, tokens: int) -> Iterator[OnStage]:
     """`on_stage`, with a bar on a terminal while a prompt of more than one window is read."""
@@ -220,14 +158,6 @@ def _prefill_progress(on_stage: OnStage, tokens: int) -> Iterator[OnStage]:
 def _report(options: Options, outcome: Outcome, figures: Figures) -> None:
     seed = [] if options.seed is None else [f"seed {options.seed}"]
     say(f"finish reason: {outcome.finish_reason}", *lines(figures), *seed)
-
-
-def _as_json(options: Options, outcome: Outcome, figures: Figures, target: HybridModel) -> str:
-    """One line, in ASCII: characters at which some readers break lines are escaped."""
-    numbers = asdict(figures) | {"target_forwards": figures.target_forwards}
-    where = {"device": str(target.device), "dtype": str(target.dtype).removeprefix("torch.")}
-    settings = options.settings() | where
-    return json.dumps(outcome._asdict() | {"seed": options.seed, "figures": numbers, "settings": settings})
 
 
 def _explained(error: Exception) -> str | None:
@@ -255,12 +185,12 @@ def _say(message: str) -> None:
 
 def _leave(status: int) -> NoReturn:
     """Exits; output that cannot be written any more is dropped, or the interpreter would complain of it at its end."""
-    for stream in (sys.stdout, sys.stderr):
+    for output in (sys.stdout, sys.stderr):
         try:
-            if stream is not None:
-                stream.flush()
+            if output is not None:
+                output.flush()
         except OSError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+            os.dup2(os.open(os.devnull, os.O_WRONLY), output.fileno())
     sys.exit(status)
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from .checked import as_integer, shown
 from .integrity import check_layers
 from .lanes import ChainAttention, ChainDelta, ChainLane, Filled, Pass, TreeAttention, TreeDelta, TreeLane, TreeLanes
-from .layer_cache import DeltaCache, KVCache, LayerCache, LayerLayout
+from .layer_cache import DeltaCache, KVCache, LayerCache, LayerLayout, moved
 from .topology import Path, Topology
 
 
@@ -299,6 +299,40 @@ class HybridCache:
         with torch.inference_mode(False):  # rows made in that mode could not be written outside it
             copy._now = replace(self._now, layers=tuple(layer.clone() for layer in self))
         return copy
+
+    def snapshot(self) -> "HybridCache":
+        """A copy, for keeping, of just what is committed: it shares no storage, and its capacity is its length.
+
+        Raises:
+            RuntimeError: a window is open.
+        """
+        self.refuse_open_window("a snapshot")
+        copy = HybridCache((), self.length, self.rollback)
+        with torch.inference_mode(False):  # rows made in that mode could not be written outside it
+            copy._now = replace(self._now, layers=tuple(layer.compact(self.length) for layer in self))
+        return copy
+
+    def restore(self, other: "HybridCache") -> None:
+        """Takes on, in its own storage, a copy of what another cache of the same model holds.
+
+        Raises:
+            RuntimeError: a window is open, here or there.
+            ValueError: the other's layers, batch or rollback differ, or it holds more than this one's capacity.
+                Nothing is changed. If anything else is raised, this cache is empty.
+        """
+        for cache in (self, other):
+            cache.refuse_open_window("a restore")
+        for what in ("layout", "batch", "rollback"):
+            ours, theirs = getattr(self, what), getattr(other, what)
+            if ours != theirs:
+                raise ValueError(f"restore: {what} {shown(theirs)} differs from this cache's {shown(ours)}")
+        if other.length > self.capacity:
+            raise ValueError(f"restore: {other.length} tokens exceed this cache's capacity of {self.capacity}")
+        if other is not self:
+            self.crop(0)  # its rows are about to be written over
+            with torch.inference_mode(False):
+                layers = tuple(moved(theirs, mine, other.length) for theirs, mine in zip(other, self, strict=True))
+            self._now = replace(other._now, layers=layers)
 
     def check(self) -> None:
         """Raises ValueError if layers disagree in batch, capacity, dtype, device or length, or a number is not finite.

@@ -32,6 +32,10 @@ class KVCache:
     def clone(self) -> "KVCache":
         return KVCache(self.keys.clone(), self.values.clone())
 
+    def compact(self, length: int) -> "KVCache":
+        """A copy of the first `length` rows alone."""
+        return KVCache(self.keys[:, :, :length].clone(), self.values[:, :, :length].clone())
+
     def emptied(self) -> "KVCache":
         return self
 
@@ -132,6 +136,9 @@ class DeltaCache:
         log = self.log and DeltaLog(self.log.state.clone(), self.log.columns.clone(), self.log.since.take(slice(None)))
         return DeltaCache(self.state.clone(), self.columns.clone(), log)
 
+    def compact(self, length: int) -> "DeltaCache":
+        return self.clone()
+
     def tensors(self) -> tuple[Tensor, ...]:
         log = (self.log.state, self.log.columns, *self.log.since.tensors()) if self.log else ()
         return (self.state, self.columns, *log)
@@ -140,6 +147,15 @@ class DeltaCache:
 LayerCache = KVCache | DeltaCache
 LayerLayout = tuple[torch.dtype | int, ...]
 """Dtype of activations and the sizes that do not depend on batch, capacity or history."""
+
+
+def moved(source: LayerCache, target: LayerCache, length: int) -> LayerCache:
+    """A copy of a layer's memory; its committed rows go into the target's storage."""
+    if isinstance(source, KVCache) and isinstance(target, KVCache):
+        target.keys[:, :, :length] = source.keys[:, :, :length]
+        target.values[:, :, :length] = source.values[:, :, :length]
+        return target
+    return source.clone()
 
 
 def _last_columns(before: Tensor, after: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .cache import HybridCache, storage_bytes
 from .config import LayerType, ModelConfig
-from .layer_cache import DeltaCache, KVCache, LayerCache
+from .layer_cache import DeltaCache, KVCache, LayerCache, moved
 from .norms import at_least_float32
 
 BANKS = (0, 1)
@@ -170,7 +170,7 @@ class StaticCache(HybridCache):
     def fork(self) -> HybridCache:
         self.refuse_open_window("a fork")
         copy = self._again(self.capacity)
-        layers = (_moved(mine, theirs, self.length) for mine, theirs in zip(self, copy, strict=True))
+        layers = (moved(mine, theirs, self.length) for mine, theirs in zip(self, copy, strict=True))
         copy._now = replace(self._now, layers=tuple(layers))
         return copy
 
@@ -191,12 +191,3 @@ def _view(layer: StaticLayer, capacity: int) -> LayerCache:
     if isinstance(layer, StaticRows):
         return KVCache(layer.keys[:, :, :capacity], layer.values[:, :, :capacity])
     return DeltaCache(layer.state, layer.columns)
-
-
-def _moved(source: LayerCache, target: LayerCache, length: int) -> LayerCache:
-    """A copy of a layer's memory; committed rows go into the target's storage."""
-    if isinstance(source, KVCache) and isinstance(target, KVCache):
-        target.keys[:, :, :length] = source.keys[:, :, :length]
-        target.values[:, :, :length] = source.values[:, :, :length]
-        return target
-    return source.clone()

@@ -32,6 +32,27 @@ def own_proposer(names: Names) -> str:
     return ""
 
 
+def streamed(names: Names) -> str:
+    """The text is plain decoding's up to the first empty line."""
+    written = list(decode(names["target"], names["prompt"], max_new_tokens=80))
+    text = names["tokenizer"].decode(written)
+    assert "\n\n" in text, "the example meets no stop string"
+    return text[: text.index("\n\n")] + "[stop_string]\n"
+
+
+def conversation(names: Names) -> str:
+    """Every turn writes what plain decoding writes after the whole conversation, and reads all but its last id once."""
+    tokenizer, session = names["tokenizer"], names["session"]
+    ids, said, held = tokenizer.encode("class Stack:\n    def __init__(self):\n"), "", 0
+    for more in ("", "\n    def push(self, item):\n", "\n    def pop(self):\n"):
+        ids += tokenizer.encode(more)
+        written = list(decode(session._target, ids, max_new_tokens=24))
+        said += f"{tokenizer.decode(written)}\n[{held} of {len(ids)} tokens were there already]\n"
+        ids += written
+        held = len(ids) - 1
+    return said
+
+
 def forked_cache(names: Names) -> str:
     """Each continuation is that of the prompt and its own start, whatever the other one was."""
     target, tokenizer = names["target"], names["tokenizer"]
@@ -49,7 +70,7 @@ def engine(names: Names) -> str:
     return names["tokenizer"].decode(list(decode(model, names["prompt"], max_new_tokens=32))) + "\n"
 
 
-EXAMPLES: list[Callable[[Names], str]] = [round_by_hand, own_proposer, forked_cache, engine]
+EXAMPLES: list[Callable[[Names], str]] = [round_by_hand, own_proposer, streamed, conversation, forked_cache, engine]
 
 
 def test_every_example_is_checked() -> None:
@@ -59,7 +80,7 @@ def test_every_example_is_checked() -> None:
 @pytest.mark.parametrize(
     ("code", "wanted"),
     list(zip(BLOCKS, EXAMPLES, strict=False)),
-    ids=["round by hand", "own proposer", "fork", "engine"],
+    ids=["round by hand", "own proposer", "stream", "session", "fork", "engine"],
 )
 def test_an_example_of_the_readme_prints_what_it_should(
     code: str,

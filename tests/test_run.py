@@ -92,7 +92,7 @@ def record_prompts(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
         prompts.append(prompt_ids)
         return iter(())
 
-    monkeypatch.setattr(cli, "generate", generate)
+    monkeypatch.setattr("ddtree.streaming.generate", generate)
     return prompts
 
 
@@ -198,6 +198,21 @@ def test_a_stop_token_that_is_an_ordinary_word_is_not_written_either(run: Run, t
     target = scribe.write_scribe(tmp_path, eos_token_id=scribe.CYCLE[-1])
     ran = run("--target", target, "--prompt", scribe.PROMPT, "--json")
     assert (ran.json["text"], ran.json["ids"][-1]) == (scribe.SCRIPT.rstrip("\n"), scribe.CYCLE[-1])
+
+
+@pytest.mark.parametrize(
+    ("stop", "count"),
+    [(["漢"], 5), (["🙂\n", "é漢"], 5), (["\nn"], 11), (["\nné", "zz"], 13), (["é🙂"], None)],
+)
+def test_a_stop_text_ends_the_run_before_it(run: Run, cycle: Path, stop: list[str], count: int | None) -> None:
+    flags = [part for text in stop for part in ("--stop", text)]
+    ran = run("--target", cycle, "--prompt", scribe.PROMPT, "--max-new-tokens", 20, *flags, "--json")
+    whole = scribe.written_text(count or 20)
+    assert ran.json["ids"] == scribe.written_ids(count or 20)
+    assert ran.json["text"] == (whole.removesuffix(next(s for s in stop if s in whole)) if count else whole)
+    assert ran.out.startswith(ran.json["text"] or "{")
+    assert ran.json["finish_reason"] == ("stop_string" if count else "length")
+    assert ran.json["settings"]["stop"] == stop
 
 
 def test_echo_writes_the_prompt_first_and_changes_no_text(run: Run, cycle: Path) -> None:

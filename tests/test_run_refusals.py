@@ -96,6 +96,8 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (("--prompt", "x", "--system", "be short"), "--system belongs to a conversation"),
         (("--prompt", "x", "--no-thinking"), "--no-thinking belongs to a conversation"),
         (("--prompt", "x", "--chat", "--echo"), "leave out --echo or --chat"),
+        (("--prompt", "x", "--stop", ""), "--stop is empty"),
+        (("--prompt", "x", "--stop", "\udcff"), "--stop is not valid UTF-8"),
         (("--prompt", "x", "--device", "tpu"), "--device: must be cpu, cuda or cuda:N, got 'tpu'"),
         (("--prompt", "x", "--device", "cuda:99"), "--device: cuda:99 is not there"),
         (("--prompt", "x", "--dtype", "int8"), "--dtype: invalid choice: 'int8'"),
