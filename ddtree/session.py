@@ -122,7 +122,9 @@ class Session:
             raise ValueError(
                 f"the conversation of {len(ids)} tokens leaves no room in a context of {self.capacity}; shorten it"
             )
-        generate(self._target, NoDrafts(), ids[:1], max_new_tokens=0, cache=self._cache, **drafting)  # checks them
+        # Checks them. Which tokens come before does not matter to that, their number does.
+        before = [0] * self._cache.length
+        generate(self._target, NoDrafts(), ids[:1], max_new_tokens=0, cache=self._cache, earlier_ids=before, **drafting)
         count = min(max_new_tokens, room)
         rounds = self._rounds(ids, count, end.stop_ids, end.until(), drafting)
         return Stream(rounds, end, "context" if count < max_new_tokens else "length")
@@ -157,6 +159,7 @@ class Session:
             stop_ids=stop_ids,
             until=until,
             cache=self._cache,
+            earlier_ids=ids[: self._reused],
             **drafting,
         )
         known = ids

@@ -60,6 +60,7 @@ def stream(
     stop_ids: Collection[int] = (),
     stop: Collection[str] = (),
     cache: HybridCache | None = None,
+    earlier_ids: Sequence[int] | Tensor = (),
     **drafting: Unpack[Drafting],
 ) -> "Stream":
     """Generates as `generate` does and yields a `Step` for every round, and an `End`.
@@ -75,7 +76,7 @@ def stream(
     Args:
         tokenizer: spells the ids.
         stop: the stop strings, looked for in the new text alone.
-        cache: as for `generate`.
+        cache, earlier_ids: as for `generate`.
 
     Raises:
         ValueError: at the call, before any forward: an argument does not fit, or the prompt leaves no room in the
@@ -94,6 +95,7 @@ def stream(
         stop_ids=end.stop_ids,
         until=end.until(),
         cache=cache,
+        earlier_ids=earlier_ids,
         **drafting,
     )
     return Stream(rounds, end, "context" if count < max_new_tokens else "length")

@@ -21,7 +21,7 @@ import ddtree.loop
 import ddtree.recorded_drafter
 import qwen_gdn.cache
 import qwen_gdn.program_set
-from ddtree import DFlashConfig, DFlashDrafter, End, NoDrafts, Round, Step, Stream, generate
+from ddtree import DFlashConfig, DFlashDrafter, End, NoDrafts, Round, Step, Stream, generate, make_sampler
 from ddtree.boundaries import Boundaries
 from ddtree.recorded_drafter import RecordedDrafter
 from ddtree.session import Session
@@ -629,3 +629,15 @@ def test_a_drafter_takes_back_rows_only_as_far_as_its_windows_have_not_moved(
     drafter.restore(kept)
     assert drafter.context_length == 31
     assert gap(drafter.propose(7), proposed(slice(11), slice(30, 50))) < 1e-10
+
+
+def test_penalties_count_the_whole_conversation_in_every_turn() -> None:
+    session, ids = Session(MODEL, NoDrafts(), SPELLING), [5, 9, 1]
+    sampler = make_sampler(repetition_penalty=3.0, frequency_penalty=0.5)
+    for number in range(3):
+        wanted = list(decode(MODEL, ids, max_new_tokens=COUNT, sampler=sampler))
+        found = [token for event in session.turn(ids, max_new_tokens=COUNT, sampler=sampler) if isinstance(event, Step)
+                 for token in event.round.tokens]  # fmt: skip
+        assert found == wanted, number
+        assert number == 0 or session.reused > 0
+        ids = [*ids, *wanted, 2 + number]
