@@ -33,8 +33,8 @@ a drafter proposes a tree of continuations, one forward of the target verifies
 it, and what the target itself writes is kept.
 
 The text goes to standard output as it is decided: exactly the decoding of the
-new tokens, without the token or the --stop text that ends it. Figures, notes and errors go to
-standard error."""
+new tokens, without the token or the --stop text that ends it. Figures, notes
+and errors go to standard error."""
 
 _EPILOG = """\
 examples:
