@@ -160,10 +160,7 @@ class _Programs:
 
     def take(self, other: "_Programs", length: int) -> None:
         """Copies the first `length` context rows of programs with fewer rows."""
-        for mine, theirs, window in zip(self.kept, other.kept, self.windows, strict=True):
-            count = length if window is None else theirs.keys.shape[2]
-            for new, old in zip(mine, theirs, strict=True):
-                new[:, :, :count] = old[:, :, :count]
+        self.load(other.held(length))
 
     def keeps_all(self, length: int) -> bool:
         """Whether no row can have been written over yet, by rows behind it or by their padding."""
@@ -171,14 +168,18 @@ class _Programs:
         return all(length + self.block_size <= size for size in rings)
 
     def copied(self, length: int) -> tuple[Rows, ...]:
-        """Every layer's rows, of a full layer the first `length`, in storage of their own."""
+        """What is `held`, in storage of its own."""
+        return tuple(Rows(*(part.clone() for part in rows)) for rows in self.held(length))
+
+    def held(self, length: int) -> tuple[Rows, ...]:
+        """Every layer's rows, of a full layer the first `length`."""
         pairs = zip(self.kept, self.windows, strict=True)
         return tuple(
-            Rows(*(part[:, :, : length if window is None else None].clone() for part in rows)) for rows, window in pairs
+            Rows(*(part[:, :, : length if window is None else None] for part in rows)) for rows, window in pairs
         )
 
     def load(self, layers: tuple[Rows, ...]) -> None:
-        """Takes on rows as `copied` returned them."""
+        """Takes on rows as `held` returns them."""
         for mine, theirs in zip(self.kept, layers, strict=True):
             for rows, kept in zip(mine, theirs, strict=True):
                 rows[:, :, : kept.shape[2]] = kept

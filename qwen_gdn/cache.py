@@ -9,7 +9,7 @@ swaps it in by a single assignment, so an exception at any point, KeyboardInterr
 its last committed length.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -295,10 +295,7 @@ class HybridCache:
             RuntimeError: a window is open.
         """
         self.refuse_open_window("a fork")
-        copy = HybridCache((), self.capacity, self.rollback)
-        with torch.inference_mode(False):  # rows made in that mode could not be written outside it
-            copy._now = replace(self._now, layers=tuple(layer.clone() for layer in self))
-        return copy
+        return self._copied(self.capacity, lambda layer: layer.clone())
 
     def snapshot(self) -> "HybridCache":
         """A copy, for keeping, of just what is committed: it shares no storage, and its capacity is its length.
@@ -307,9 +304,12 @@ class HybridCache:
             RuntimeError: a window is open.
         """
         self.refuse_open_window("a snapshot")
-        copy = HybridCache((), self.length, self.rollback)
+        return self._copied(self.length, lambda layer: layer.compact(self.length))
+
+    def _copied(self, capacity: int, copied: Callable[[LayerCache], LayerCache]) -> "HybridCache":
+        copy = HybridCache((), capacity, self.rollback)
         with torch.inference_mode(False):  # rows made in that mode could not be written outside it
-            copy._now = replace(self._now, layers=tuple(layer.compact(self.length) for layer in self))
+            copy._now = replace(self._now, layers=tuple(copied(layer) for layer in self))
         return copy
 
     def restore(self, other: "HybridCache") -> None:

@@ -51,11 +51,11 @@ def faults(
                 f"{entry.file}: {name} is {entry.dtype}, but config.json says {FP8} and does not name its module in "
                 "modules_to_not_convert"
             )
-    if plan.tied_head is not None and stored[plan.tied_head[0]].dtype == FP8:
-        head, embedding = plan.tied_head
+    head, embedding = plan.tied_head or (None, None)
+    if head is not None and stored[head].dtype == FP8:
         yield f"{stored[head].file}: {head} is {FP8} beside {embedding}, to which config.json ties it; leave it out"
     for weight, scales in plan.scales.items():
-        if weight not in weights and plan.tied_head != (weight, plan.tied_head and plan.tied_head[1]):
+        if weight not in weights and weight != head:
             what = stored[weight].dtype if weight in stored else "not there"
             yield f"{stored[scales].file}: {scales} is stored, but {weight} is {what}, not {FP8}"
 

@@ -11,8 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ddtree import drafters
-from qwen_gdn import ModelConfig, QwenGDN
-from qwen_gdn.model import DecoderLayer
+from qwen_gdn import MTP, ModelConfig, QwenGDN
 from qwen_gdn.quantised import PROJECTIONS, BlockFP8
 from tools.synthetic.shrink import is_drafter
 
@@ -70,16 +69,9 @@ def _stored_name(raw: Mapping[str, Any], name: str) -> str:
 def _mtp_shapes(raw: Mapping[str, Any], config: ModelConfig) -> dict[str, Shape]:
     """The multi-token-prediction module's tensors, if the config counts its layers."""
     text = raw.get("text_config", raw)
-    width = config.hidden_size
     if not text.get("mtp_num_hidden_layers"):
         return {}
-    layer = _shapes(DecoderLayer(config, "full_attention"))
-    norms = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
-    return (
-        {"mtp.fc.weight": (width, 2 * width)}
-        | {f"mtp.layers.0.{name}": shape for name, shape in layer.items()}
-        | {f"mtp.{name}.weight": (width,) for name in norms}
-    )
+    return {f"mtp.{name}": shape for name, shape in _shapes(MTP(config)).items()}
 
 
 def _one_by_one(shapes: Mapping[str, Shape]) -> Iterator[tuple[str, Shape]]:
