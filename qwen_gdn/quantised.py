@@ -48,19 +48,15 @@ def block_fp8(root: Stated, text: Stated) -> BlockFP8 | None:
     Raises:
         ValueError: they are quantised in another way, or the two places disagree; the key is named.
     """
-    found = [table.table.get("quantization_config") for table in (root, text)]
-    stated = [value for value in found if value is not None]
-    if not stated:
+    stating = [table for table in (root, text) if table.table.get("quantization_config") is not None]
+    if not stating:
         return None
+    stated = [table.table["quantization_config"] for table in stating]
     if stated[0] != stated[-1]:
         raise root.error("quantization_config at the root differs from that in text_config; state it once")
     form = stated[0] if isinstance(stated[0], dict) else {}
-    method = form.get("quant_method", stated[0])
-    if not form or method != "fp8":
-        raise root.error(
-            f"quantization_config says that the weights are quantised ({shown(method).strip(chr(39))}), "
-            "which is not read here; use the BF16 or the FP8 release"
-        )
+    if form.get("quant_method") != "fp8":
+        stating[0].refuse_quantised("use the BF16 or the FP8 release")
     table = Stated(f"{root.what}: quantization_config", form)
     table.refuse_others(_NEUTRAL)
     table.need("activation_scheme", str)

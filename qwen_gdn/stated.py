@@ -107,14 +107,14 @@ class Stated:
                     "so its output would be wrong; use a checkpoint without it"
                 )
 
-    def refuse_quantised(self) -> None:
+    def refuse_quantised(self, remedy: str = "use the BF16 release") -> None:
         """Refuses a table that states how its weights are quantised."""
         method = self.table.get("quantization_config")
         if method is not None:
             form = method.get("quant_method") if isinstance(method, Mapping) else method
             raise self.error(
                 f"quantization_config says that the weights are quantised ({shown(form).strip(chr(39))}), "
-                "which is not read here; use the BF16 release"
+                f"which is not read here; {remedy}"
             )
 
     def refuse_scaled_rope(self) -> None:

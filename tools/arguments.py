@@ -18,6 +18,13 @@ class ToolParser(Parser):
             self.exit(2, f"{self.prog}: error: {error}\n")
 
 
+def documented_parser(prog: str, documentation: str | None) -> ToolParser:
+    """The parser of a tool whose help begins and ends with its documentation, the rest of it as it stands."""
+    about, _, rest = (documentation or "").partition("\n\n")
+    formatter = argparse.RawDescriptionHelpFormatter
+    return ToolParser(prog=prog, description=about, epilog=rest, formatter_class=formatter, allow_abbrev=False)
+
+
 def wholes(least: int) -> Callable[[str], list[int]]:
     """A type of argument: integers of at least `least` with commas between them."""
     return lambda text: [whole(least)(part.strip()) for part in text.split(",")]

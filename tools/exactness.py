@@ -34,7 +34,7 @@ from ddtree import NoDrafts, Proposer, build_chain, build_tree, generate  # noqa
 from ddtree.arguments import source  # noqa: E402
 from ddtree.loop import Build  # noqa: E402
 from qwen_gdn import QwenGDN, decode  # noqa: E402
-from tools.arguments import ToolParser  # noqa: E402
+from tools.arguments import documented_parser  # noqa: E402
 from weights import load_drafter, load_target  # noqa: E402
 
 BUDGETS = (0, 1, 2, 3, 7, 8, 15, 16, 31, 63, 64)
@@ -148,14 +148,7 @@ def _lines(dtype: str, outcome: Outcome) -> list[str]:
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    about, _, rest = (__doc__ or "").partition("\n\n")
-    parser = ToolParser(
-        prog="exactness",
-        description=about,
-        epilog=rest,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = documented_parser("exactness", __doc__)
     add = parser.add_argument
     add(
         "--model",

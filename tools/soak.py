@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]  # the tiny models and the scripted proposers are the tests' own
 
 from ddtree.arguments import whole  # noqa: E402
-from tools.arguments import ToolParser  # noqa: E402
+from tools.arguments import documented_parser  # noqa: E402
 from tools.soaking.live import counting  # noqa: E402
 from tools.soaking.runners import DTYPES, KINDS, MODELS, compiling, new_model  # noqa: E402
 from tools.soaking.soak import Failure, Outcome, soak  # noqa: E402
@@ -84,14 +84,7 @@ def _told(options: argparse.Namespace, failure: Failure) -> list[str]:
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    about, _, rest = (__doc__ or "").partition("\n\n")
-    parser = ToolParser(
-        prog="soak",
-        description=about,
-        epilog=rest,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = documented_parser("soak", __doc__)
     add = parser.add_argument
     add("--operations", type=whole(1), default=1000, help="of each seed (default: 1000)")
     add("--seeds", type=whole(1), default=20, help="how many (default: 20)")
