@@ -109,8 +109,9 @@ def delta_chain(
         return out, _by_head(S), Factors(k, u, log_decay)
     C = min(chunk_size, T)
     # Padding is inert: with k, β and g zero a row neither writes, nor decays, nor is read by another.
-    parts = (_chunks(x, C) for x in (q, k, v, log_decay, beta))
-    window = _Window.build(torch.ones(C, C, dtype=torch.bool, device=v.device).tril(), *parts)
+    rows = _rows(_chunks(q, C), _chunks(k, C))
+    parts = (_chunks(x, C) for x in (v, log_decay, beta))
+    window = _Window.build(torch.ones(C, C, dtype=torch.bool, device=v.device).tril(), rows, *parts)
     # (I + X)^-1 applied to both terms of the right-hand side, so that only products depend on the state.
     V_rows, K_rows = window.solve_parts()
     starts, writes = [], []
@@ -157,8 +158,9 @@ def delta_window(
     """`delta_tree` for a tree given by its ancestor-or-self mask, bool [N, N] on the tensors' device."""
     q, k, v, log_decay, beta = map(at_least_float32, (q, k, v, log_decay, beta))
     S = _by_key_head(_zeros(k, v) if state is None else state, k.shape[2])
-    window = _Window.build(ancestors, *(x[:, None] for x in (q, k, v, log_decay, beta))).squeeze()
-    q_read, k_read = _read(S, torch.cat((window.q, window.k), dim=-2)).chunk(2, dim=-2)
+    rows = _rows(q[:, None], k[:, None])
+    window = _Window.build(ancestors, rows, *(x[:, None] for x in (v, log_decay, beta))).squeeze()
+    q_read, k_read = _read(S, rows[:, 0]).chunk(2, dim=-2)
     u = window.solve(window.beta * (window.v - window.decay * k_read))
     out = window.decay * q_read + window.y @ u
     out, u = _token_first(out[:, None]), _token_first(u[:, None])
@@ -208,6 +210,11 @@ def _one_token(
     return out.flatten(1, 2).unsqueeze(1), S, u.flatten(1, 2).unsqueeze(1)
 
 
+def _rows(q: Tensor, k: Tensor) -> Tensor:
+    """Scaled q above k, heads first: of [B, C, N, H_k, K] each, [B, C, H_k, 2N, K]."""
+    return torch.cat((q.transpose(2, 3) * q.shape[-1] ** -0.5, k.transpose(2, 3)), dim=-2)
+
+
 def _read(S: Tensor, rows: Tensor) -> Tensor:
     """What rows [..., H_k, N, K] read of states [..., H_k, R, V, K], [..., R, N, V]; one product a key head."""
     read: Tensor = (rows @ S.flatten(-3, -2).mT).unflatten(-1, S.shape[-3:-1])
@@ -246,11 +253,10 @@ class _Window(NamedTuple):
     y: Tensor  # [..., R, N, N], lower triangular
 
     @classmethod
-    def build(cls, mask: Tensor, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor) -> "_Window":
-        """From the ancestor-or-self mask, bool [N, N], and token-first parts [B, C, N, heads, ...]."""
-        heads = k.shape[3]
-        q = q.transpose(2, 3) * q.shape[-1] ** -0.5
-        k = k.transpose(2, 3)
+    def build(cls, mask: Tensor, rows: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor) -> "_Window":
+        """From the ancestor-or-self mask, bool [N, N], `_rows`, and token-first parts [B, C, N, heads, ...]."""
+        heads = rows.shape[2]
+        q, k = rows.chunk(2, dim=-2)
         v = v.transpose(2, 3).unflatten(2, (heads, -1))
         # A decay of exactly 0 is a log of −inf, which a masked sum would turn into NaN; e^−1,000 is 0 too.
         g = log_decay.clamp_min(-1e3).transpose(2, 3).unflatten(2, (heads, -1))
@@ -259,7 +265,7 @@ class _Window(NamedTuple):
         between = (G - G.transpose(-1, -2)).to(g.dtype)
         weights = between.masked_fill(~mask, float("-inf")).exp()
         decay = G.to(g.dtype).exp()
-        y, x = (torch.cat((q, k), dim=-2) @ k.mT).unsqueeze(3).chunk(2, dim=-2)
+        y, x = (rows @ k.mT).unsqueeze(3).chunk(2, dim=-2)
         return cls(q, k, v, g, beta, decay, x=(beta * weights * x).tril(-1), y=weights * y)
 
     def squeeze(self) -> "_Window":
@@ -281,9 +287,22 @@ class _Window(NamedTuple):
 
 
 def _solved(x: Tensor, rhs: Tensor) -> Tensor:
-    """By substitution; only what lies below the diagonal of x is read."""
+    """(I + X)^-1 rhs by substitution; only what lies below the diagonal of x is read. `rhs` may be written over."""
+    if torch.compiler.is_compiling() and rhs.is_contiguous():
+        _solve_in_place(x, rhs)  # the operation itself copies its right-hand side first
+        return rhs
     out: Tensor = torch.linalg.solve_triangular(x, rhs, upper=False, unitriangular=True)
     return out
+
+
+@torch.library.custom_op("qwen_gdn::solve_in_place", mutates_args=("rhs",))
+def _solve_in_place(x: Tensor, rhs: Tensor) -> None:
+    torch.linalg.solve_triangular(x, rhs, upper=False, unitriangular=True, out=rhs)
+
+
+@_solve_in_place.register_fake
+def _nothing_returned(x: Tensor, rhs: Tensor) -> None:
+    return None
 
 
 def _inverse(x: Tensor) -> Tensor:

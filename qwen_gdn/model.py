@@ -45,9 +45,13 @@ class DecoderLayer(nn.Module):
         self.mlp = _feed_forward(config)
 
     def forward(self, x: Tensor, lane: Any, step: Step) -> Tensor:
+        x, update = self.updated(x, lane, step)
+        return x + update
+
+    def updated(self, x: Tensor, lane: Any, step: Step) -> tuple[Tensor, Tensor]:
+        """What `forward` returns as two summands, for who adds them in the same pass that reads their sum."""
         x = x + getattr(self, self.mixer_name)(self.input_layernorm(x), lane, step)
-        out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
-        return out
+        return x, self.mlp(self.post_attention_layernorm(x))
 
 
 def _feed_forward(config: ModelConfig) -> MLP | SparseMoE:

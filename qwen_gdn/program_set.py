@@ -12,20 +12,22 @@ from .model import Hidden, LayerId, QwenGDN
 from .programs import (
     KVRows,
     Nodes,
-    Picked,
     chain_layer,
     commit_delta,
     commit_rows,
+    normed,
+    picked_rows,
     step_layer,
     tree_layer,
 )
-from .recorded import Announce, Inputs, Recorded, applied, compiled, send
+from .recorded import Announce, Inputs, Recorded, compiled, send
 from .rope import rotation
 from .static_cache import BANKS, StaticDelta, StaticLayer, StaticMemory
 from .topology import Topology
 
 Capture = tuple[LayerId, ...]
 Kept = list[DeltaRows | KVRows]
+Summands = tuple[Tensor, Tensor]
 
 SHORT = 16  # most accepted paths are no longer, and a commit's work goes with the length that it is made for
 
@@ -124,8 +126,8 @@ class _Step:
     def launch(self, bank: int) -> Tensor:
         length, token = self._inputs.parts
 
-        def layer(*through: Any) -> Tensor:
-            out: Tensor = compiled(step_layer)(*through, length)
+        def layer(*through: Any) -> Summands:
+            out: Summands = compiled(step_layer)(*through, length)
             return out
 
         return _forward(self._model, self._memory.banks[bank], self._capture, token, length, layer)
@@ -147,9 +149,9 @@ class _Chain:
         length, count, tokens = self._inputs.parts
         where = length + torch.arange(self._size, device=length.device)
 
-        def layer(*through: Any) -> Tensor:
-            out: Tensor = compiled(chain_layer)(*through, length, count, where)[0]
-            return out
+        def layer(*through: Any) -> Summands:
+            x, update, _ = compiled(chain_layer)(*through, length, count, where)
+            return x, update
 
         return _forward(self._model, self._memory.banks[bank], self._capture, tokens, where, layer)
 
@@ -192,11 +194,10 @@ class _Tree:
         length, nodes = self._length, self._nodes
         kept: Kept = []
 
-        def layer(*through: Any) -> Tensor:
-            out: Tensor
-            out, rows = compiled(tree_layer)(*through, length, nodes)
+        def layer(*through: Any) -> Summands:
+            x, update, rows = compiled(tree_layer)(*through, length, nodes)
             kept.append(rows)
-            return out
+            return x, update
 
         memory, positions = self._memory.banks[bank], length + nodes.depths
         outputs = _forward(self._model, memory, self._capture, nodes.tokens, positions, layer)
@@ -217,12 +218,15 @@ class _Commit:
 
     def launch(self, bank: int) -> None:
         length, count, nodes = self._inputs.parts
-        path = Picked(nodes, count)
-        for memory, rows in zip(self._memory.banks[bank], self._tree.kept[bank], strict=True):
-            if isinstance(memory, StaticDelta):
-                compiled(commit_delta)(memory, rows, path)
+        memory, picked = self._memory, []
+        for own, kept in zip(memory.banks[bank], self._tree.kept[bank], strict=True):
+            if isinstance(own, StaticDelta):
+                picked.append(compiled(picked_rows)(kept, nodes))
             else:
-                compiled(commit_rows)(memory, rows, length, path)
+                compiled(commit_rows)(own, kept, length, nodes)
+        if picked:  # all layers at once: by themselves they are too small to keep a device busy
+            numbers, columns = (torch.cat(parts) for parts in zip(*picked, strict=True))
+            compiled(commit_delta)(memory.deltas[bank], numbers, columns, count)
 
 
 def _forward(
@@ -231,9 +235,9 @@ def _forward(
     capture: Capture,
     tokens: Tensor,
     positions: Tensor,
-    run: Callable[..., Tensor],
+    run: Callable[..., Summands],
 ) -> Tensor:
-    """Tokens [T] through every layer; `run` takes a layer, its input, the rotation and the layer's memory.
+    """Tokens [T] through every layer; `run` takes a layer, its input's summands, the rotation and the layer's memory.
 
     Returns:
         the normed end and the captured layers' outputs, [1 + captured, 1, T, D]: one tensor is one copy.
@@ -241,12 +245,13 @@ def _forward(
     c = model.config
     rope = compiled(rotation)(positions, c.rotary_dim, c.rope_theta, model.dtype)
     x = model.embed(tokens)[None]
+    update = torch.zeros_like(x)
     outputs: dict[LayerId, Tensor] = {"embedding": x} if "embedding" in capture else {}
     for i, (layer, own) in enumerate(zip(model.layers, memory, strict=True)):
-        x = run(layer, x, rope, own)
+        x, update = run(layer, x, update, rope, own)
         if i in capture:  # any other output need not outlive the next layer
-            outputs[i] = x
-    outputs["final"] = final = compiled(applied)(model.norm, x)
+            outputs[i] = x + update
+    outputs["final"] = final = compiled(normed)(model.norm, x, update)
     return torch.stack((final, *(outputs[i] for i in capture)))
 
 

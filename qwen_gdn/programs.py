@@ -14,6 +14,7 @@ from .conv import chain_conv, tree_conv
 from .delta_rule import Factors, absorb, delta_chain, delta_window
 from .lanes import Step
 from .layer_cache import DeltaRows
+from .model import DecoderLayer
 from .prefix import attend, attend_chain
 from .rope import Rotation
 from .static_cache import StaticDelta, StaticLayer, StaticRows
@@ -26,13 +27,6 @@ class Nodes(NamedTuple):
     depths: Tensor
     windows: Tensor
     ancestors: Tensor
-
-
-class Picked(NamedTuple):
-    """A padded root path: int64 [P], of which the first `length` [1] are its nodes."""
-
-    nodes: Tensor
-    length: Tensor
 
 
 KVRows = tuple[Tensor, Tensor]
@@ -152,46 +146,74 @@ def _keep_newest(delta: StaticDelta, columns: Tensor, count: Tensor) -> None:
 
 
 def tree_layer(
-    layer: nn.Module, x: Tensor, rope: Rotation, memory: StaticLayer, length: Tensor, nodes: Nodes
-) -> tuple[Tensor, Any]:
-    """One layer over a tree: its output, and what the window keeps (`DeltaRows`, or keys and values)."""
+    layer: DecoderLayer, x: Tensor, update: Tensor, rope: Rotation, memory: StaticLayer, length: Tensor, nodes: Nodes
+) -> tuple[Tensor, Tensor, Any]:
+    """One layer over a tree: its output as two summands, and what the window keeps (`DeltaRows`, or keys and values).
+
+    The input too comes as two summands here and below, as the layer before has left it.
+    """
     lane = _TreeRows(memory, length, nodes) if isinstance(memory, StaticRows) else _TreeDelta(memory, nodes)
-    out: Tensor = layer(x, lane, Step(rope, None, False))
-    return out, lane.kept
+    return *layer.updated(x + update, lane, Step(rope, None, False)), lane.kept
 
 
-def step_layer(layer: nn.Module, x: Tensor, rope: Rotation, memory: StaticLayer, length: Tensor) -> Tensor:
+def step_layer(
+    layer: DecoderLayer, x: Tensor, update: Tensor, rope: Rotation, memory: StaticLayer, length: Tensor
+) -> tuple[Tensor, Tensor]:
     """One layer over one token, which is written to the other bank and behind the committed rows."""
     lane = _StepRows(memory, length) if isinstance(memory, StaticRows) else _StepDelta(memory)
-    out: Tensor = layer(x, lane, Step(rope, None, False))
-    return out
+    return layer.updated(x + update, lane, Step(rope, None, False))
 
 
 def chain_layer(
-    layer: nn.Module, x: Tensor, rope: Rotation, memory: StaticLayer, length: Tensor, count: Tensor, where: Tensor
-) -> tuple[Tensor, Any]:
+    layer: DecoderLayer,
+    x: Tensor,
+    update: Tensor,
+    rope: Rotation,
+    memory: StaticLayer,
+    length: Tensor,
+    count: Tensor,
+    where: Tensor,
+) -> tuple[Tensor, Tensor, Any]:
     """One layer over tokens in a row, the first `count` [1] of them real; `where` [T] are the rows they go to.
 
     Returns:
-        its output, and a delta layer's joined columns: a compiler lays out what is returned once, where it would
-        otherwise join them again for every tap that reads them.
+        its output as two summands, and a delta layer's joined columns: a compiler lays out what is returned once,
+        where it would otherwise join them again for every tap that reads them.
     """
     lane = _ChainRows(memory, length, where) if isinstance(memory, StaticRows) else _ChainDelta(memory, count)
-    out: Tensor = layer(x, lane, Step(rope, None, False))
-    return out, getattr(lane, "joined", None)
+    return *layer.updated(x + update, lane, Step(rope, None, False)), getattr(lane, "joined", None)
 
 
-def commit_delta(memory: StaticDelta, rows: DeltaRows, path: Picked) -> None:
-    """Writes to the other bank what a delta layer remembers after a path."""
-    real = torch.arange(len(path.nodes), device=path.nodes.device) < path.length
-    k, u, log_decay = rows.factors.take(path.nodes)
+def normed(norm: nn.Module, x: Tensor, update: Tensor) -> Tensor:
+    """The norm of what a layer has left as two summands."""
+    out: Tensor = norm(x + update)
+    return out
+
+
+def picked_rows(rows: DeltaRows, nodes: Tensor) -> tuple[Tensor, Tensor]:
+    """What a window keeps of some nodes, int64 [P], of a delta layer: rows of k, u and log-decays, and columns."""
+    factors = rows.factors.take(nodes)
+    return torch.cat([part.flatten(2) for part in factors], dim=2), rows.columns[:, nodes]
+
+
+def commit_delta(memory: StaticDelta, numbers: Tensor, columns: Tensor, length: Tensor) -> None:
+    """Writes to the other bank what delta layers remember after a path, of whose rows the first `length` [1] count.
+
+    Args:
+        numbers, columns: the path's `picked_rows`, [layers, P, ...].
+    """
+    _, heads, key_width, value_width = memory.state.shape
+    writes = heads * value_width
+    k, u, log_decay = numbers.split([numbers.shape[2] - writes - heads, writes, heads], dim=2)
     # rows past the path come after it, so that without writes and decay they leave the state alone
-    factors = Factors(k, u.masked_fill(~real[:, None, None], 0.0), log_decay.masked_fill(~real[:, None], 0.0))
+    real = (torch.arange(columns.shape[1], device=length.device) < length)[:, None]
+    u, log_decay = u.masked_fill(~real, 0.0), log_decay.masked_fill(~real, 0.0)
+    factors = Factors(k.unflatten(2, (-1, key_width)), u.unflatten(2, (heads, -1)), log_decay)
     memory.next_state.copy_(absorb(memory.state, factors))
-    _keep_newest(memory, _after(memory, rows.columns[:, path.nodes]), path.length)
+    _keep_newest(memory, _after(memory, columns), length)
 
 
-def commit_rows(memory: StaticRows, rows: KVRows, length: Tensor, path: Picked) -> None:
-    """Writes a path's keys and values behind the committed ones; its padding lands on scratch rows."""
-    where = length + torch.arange(len(path.nodes), device=path.nodes.device)
-    _write(memory, where, *(part[:, :, path.nodes] for part in rows))
+def commit_rows(memory: StaticRows, rows: KVRows, length: Tensor, nodes: Tensor) -> None:
+    """Writes the keys and values of a padded path behind the committed ones; its padding lands on scratch rows."""
+    where = length + torch.arange(len(nodes), device=nodes.device)
+    _write(memory, where, *(part[:, :, nodes] for part in rows))

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from .precision import full_float32
 from .transfer import pinned
+from .tuning import tuned_in_graphs
 
 T = TypeVar("T")
 
@@ -84,7 +85,7 @@ class Recorded(Generic[T]):
     def _record(self, run: Callable[[], T]) -> list[tuple[torch.cuda.CUDAGraph, T]]:
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
+        with torch.cuda.stream(stream), tuned_in_graphs():
             run()  # compiles, tunes, and lets libraries set themselves up, none of which can be recorded
             run()
         torch.cuda.current_stream().wait_stream(stream)
@@ -102,8 +103,7 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     options: dict[str, Any] = {}
     if torch.cuda.is_available():
         # From Hopper on a kernel may start while the one before it ends, which hides most of a launch inside a graph.
-        overlap = torch.cuda.get_device_capability() >= (9, 0)
-        options = {"triton.enable_pdl": overlap, "max_autotune_pointwise": True}
+        options = {"triton.enable_pdl": torch.cuda.get_device_capability() >= (9, 0)}
     return torch.compile(function, fullgraph=True, dynamic=False, options=options)
 
 

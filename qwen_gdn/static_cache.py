@@ -5,7 +5,7 @@ the cache then swaps its record, as it always does. So nothing is allocated from
 point leaves the committed bank as it was. Each program is recorded once for each bank.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import NamedTuple
@@ -21,8 +21,8 @@ BANKS = (0, 1)
 
 
 class StaticDelta(NamedTuple):
-    """A delta layer as one bank's programs see it: what they read, state [1, H, K, V] and columns [1, W − 1, C], and
-    the other bank's, which they write."""
+    """Delta layers as one bank's programs see them: what they read, state [layers, H, K, V] and columns
+    [layers, W − 1, C], and the other bank's, which they write."""
 
     state: Tensor
     columns: Tensor
@@ -34,7 +34,7 @@ class StaticDelta(NamedTuple):
 
 
 class StaticRows(NamedTuple):
-    """Keys and values of an attention layer, [1, H_kv, rows, head_dim]."""
+    """Keys and values of attention layers, [layers, H_kv, rows, head_dim]."""
 
     keys: Tensor
     values: Tensor
@@ -47,6 +47,11 @@ Layers = tuple[LayerCache, ...]
 class StaticMemory:
     """Storage of one sequence at a time. It outlives its cache and is given to the next one.
 
+    deltas: the memory of all delta layers as each bank's programs see it, one layer after another in the place of a
+        batch, so that one operation can do the same for all of them.
+    rows: the same of all attention layers, which have but one bank.
+    banks: both by layer, in the model's order.
+
     Args:
         capacity: the most tokens that a cache of it can hold.
         spare: rows of keys and values beyond these, for padding to land on.
@@ -55,12 +60,19 @@ class StaticMemory:
 
     def __init__(self, config: ModelConfig, capacity: int, spare: int, like: Tensor) -> None:
         self.capacity = capacity
-        first = tuple(_storage(config, kind, capacity + spare, like) for kind in config.layer_types)
-        second = tuple(layer.swapped() if isinstance(layer, StaticDelta) else layer for layer in first)
-        self.banks = (first, second)
+        deltas = _delta_storage(config, config.layer_types.count("linear_attention"), like)
+        self.deltas = (deltas, deltas.swapped())
+        self.rows = _row_storage(config, config.layer_types.count("full_attention"), capacity + spare, like)
+        self.banks = tuple(self._by_layer(bank, config.layer_types) for bank in BANKS)
+
+    def _by_layer(self, bank: int, kinds: Sequence[LayerType]) -> tuple[StaticLayer, ...]:
+        deltas = (StaticDelta(*parts) for parts in zip(*(t.split(1) for t in self.deltas[bank]), strict=True))
+        rows = (StaticRows(*parts) for parts in zip(*(t.split(1) for t in self.rows), strict=True))
+        return tuple(next(rows) if kind == "full_attention" else next(deltas) for kind in kinds)
 
     def tensors(self) -> Iterator[Tensor]:
-        return (tensor for layer in self.banks[0] for tensor in layer)
+        yield from self.deltas[0]
+        yield from self.rows
 
     def empty(self, capacity: int) -> Layers:
         """The record of an empty cache of that capacity. What was held before is gone."""
@@ -175,15 +187,17 @@ class StaticCache(HybridCache):
         return copy
 
 
-def _storage(config: ModelConfig, kind: LayerType, rows: int, like: Tensor) -> StaticLayer:
+def _row_storage(config: ModelConfig, layers: int, rows: int, like: Tensor) -> StaticRows:
+    shape = (layers, config.num_key_value_heads, rows, config.head_dim)
+    return StaticRows(like.new_zeros(shape), like.new_zeros(shape))
+
+
+def _delta_storage(config: ModelConfig, layers: int, like: Tensor) -> StaticDelta:
     c = config
-    if kind == "full_attention":
-        shape = (1, c.num_key_value_heads, rows, c.head_dim)
-        return StaticRows(like.new_zeros(shape), like.new_zeros(shape))
-    shape = (1, c.linear_num_value_heads, c.linear_value_head_dim, c.linear_key_head_dim)
+    shape = (layers, c.linear_num_value_heads, c.linear_value_head_dim, c.linear_key_head_dim)
     # transposed, as the delta rule leaves its states
     states = [at_least_float32(like[:0]).new_zeros(shape).mT for _ in BANKS]
-    columns = [like.new_zeros(1, c.linear_conv_kernel_dim - 1, c.conv_dim) for _ in BANKS]
+    columns = [like.new_zeros(layers, c.linear_conv_kernel_dim - 1, c.conv_dim) for _ in BANKS]
     return StaticDelta(states[0], columns[0], states[1], columns[1])
 
 

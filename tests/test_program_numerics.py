@@ -10,7 +10,7 @@ from torch import Tensor
 from qwen_gdn.delta_rule import delta_window
 from qwen_gdn.layer_cache import DeltaRows
 from qwen_gdn.prefix import _alone, _masked, attend, attend_chain, attend_seen
-from qwen_gdn.programs import Picked, commit_delta
+from qwen_gdn.programs import commit_delta, picked_rows
 from qwen_gdn.recorded import compiled
 from qwen_gdn.static_cache import StaticDelta
 
@@ -38,9 +38,9 @@ def test_a_tree_and_its_commit_are_as_exact_as_float32_allows(nodes: int, device
         end = max(range(nodes), key=lambda node: int(topology.depths[node]))
         path = topology.path(end)
         padded = torch.tensor(path + [0] * (nodes - len(path)), device=device)
-        picked = Picked(padded, torch.tensor([len(path)], device=device))
         columns = torch.arange(nodes, device=device)[None, :, None].expand(1, -1, 4).float()
-        compiled(commit_delta)(memory, DeltaRows(factors, columns), picked)
+        picked = compiled(picked_rows)(DeltaRows(factors, columns), padded)
+        compiled(commit_delta)(memory, *picked, torch.tensor([len(path)], device=device))
         assert gap(memory.next_state.cpu(), states[:, end]) <= 5e-6
         assert torch.equal(memory.state, before)
         assert memory.next_columns[0, :, 0].tolist() == ([0.0] * 3 + [float(node) for node in path])[-3:]

@@ -26,7 +26,7 @@ from qwen_gdn.recorded import Announce
 from tools.measure.floor import Floor, experts_used
 from tools.parity.theirs import twin
 
-MOST = 14  # kernels that are listed of a forward
+MOST = 60  # kernels that are listed of a forward
 PROFILED = 3  # calls whose kernels are listed
 SPARE = 2048  # rows that the measurements at one prefix may add
 
