@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import weights.shards
 from qwen_gdn import ModelConfig
+from qwen_gdn.fp8 import expanded
 from weights import CheckpointError, load_target
-from weights.eight_bits import expanded
 
 FORM = {
     "quant_method": "fp8",
