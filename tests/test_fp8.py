@@ -2,21 +2,28 @@
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 from eight_bits import Block, Spread, by_hand, decoded, fill, in_eight_bits, nearest, rounded
+from proposers import PROPOSERS, emitted
 from test_engine import check_rounds
-from tiny import EXPERTS, gap, random_tokens, seeded, tiny_model
+from tiny import EXPERTS, gap, random_tokens, seeded, tiny_model, tiny_raw
 from torch import Tensor, nn
 
 import ddtree.recorded_drafter
 import qwen_gdn.program_set
-from qwen_gdn import QwenGDN
+from ddtree import generate
+from qwen_gdn import ModelConfig, QwenGDN, decode
 from qwen_gdn.engine import Engine
 from qwen_gdn.fp8 import E4M3, FP8Linear, expanded, multiplies_blocks, quantised
 from qwen_gdn.joined import ReadsOnce, join_projections
 from qwen_gdn.recorded import Recorded, compiled, program_settings, unannounced
+from tools.measure.exactness import Referee
+from tools.measure.floor import Floor
+from tools.measure.gpu import random_weights
+from tools.parity.shapes import published_27b, random_model, tiny
 
 GPU = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 DEVICES = pytest.mark.parametrize("device", GPU)
@@ -231,3 +238,78 @@ def test_caches_trees_and_commits_follow_the_chain(monkeypatch: pytest.MonkeyPat
 def _run_uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (qwen_gdn.program_set, ddtree.recorded_drafter):
         monkeypatch.setattr(module, "compiled", lambda function: function)
+
+
+def wide(device: str) -> QwenGDN:
+    """A model in eight bits, on a GPU in bfloat16 and of shapes that the device multiplies, else in float64."""
+    if device == "cpu":
+        return in_eight_bits(tiny_model(dtype=torch.float64))
+    raw = tiny() | {
+        "hidden_size": 1024, "intermediate_size": 2048, "num_attention_heads": 8, "head_dim": 128, "vocab_size": 997,
+        "linear_num_key_heads": 4, "linear_num_value_heads": 12, "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+    }  # fmt: skip
+    return in_eight_bits(random_model(raw, 0.05, device=device).bfloat16(), (128, 128))
+
+
+@DEVICES
+def test_an_engine_writes_the_eager_models_tokens(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if device == "cpu":
+        _run_uncompiled(monkeypatch)
+    model, twin = wide(device), wide(device)
+    engine, referee, draw = Engine(twin, sizes=(16, 64)), Referee(model), seeded(3)
+    length, step = (12, 3) if device == "cpu" else (40, 1)
+    for number, (name, scripted) in enumerate(list(PROPOSERS.items())[::step]):
+        prompt = random_tokens(draw, 5 + 7 * number, vocab=model.config.vocab_size).tolist()
+        wanted = list(decode(model, prompt, max_new_tokens=length))
+        text = scripted([*prompt, *wanted], number)
+        found = emitted(generate(engine, text, prompt, max_new_tokens=length, budget=63 if number % 2 else 15))
+        plain = list(decode(engine, prompt, max_new_tokens=length))
+        for what, one in ((name, found), ("plain", plain)):
+            tie = referee.judge(what, prompt, one, wanted)
+            print(f"prompt {number}, {what}: {tie or 'the same'}")
+
+
+@DEVICES
+def test_layers_are_near_those_of_expanded_weights(device: str) -> None:
+    """On a GPU the 27B's own shapes, in bfloat16: what activations in eight bits cost, layer by layer."""
+    raw = published_27b(4) if device == "cuda" else tiny(4)
+    dtype, block = (torch.bfloat16, (128, 128)) if device == "cuda" else (torch.float32, (16, 16))
+    model = in_eight_bits(random_model(raw, 0.02, device=device).to(dtype), block)
+    full = copy.deepcopy(model)
+    for name, part in list(full.named_modules()):
+        if isinstance(part, FP8Linear):
+            linear = nn.Linear(part.in_features, part.out_features, bias=False, device="meta")
+            weight = expanded(part.weight, part.weight_scale_inv, part.block, dtype)
+            linear.weight = nn.Parameter(weight, requires_grad=False)
+            parent, _, leaf = name.rpartition(".")
+            setattr(full.get_submodule(parent), leaf, linear)
+    tokens = random_tokens(seeded(1), 1, 256, vocab=model.config.vocab_size)
+    with torch.no_grad():
+        found, wanted = (one(tokens, capture=(0, 1, 2, 3)) for one in (model, full))
+        logits, others = (one.logits(hidden.final) for one, hidden in ((model, found), (full, wanted)))
+    errors = [rms(a, b) for a, b in zip(found.captured, wanted.captured, strict=True)]
+    top1 = float((logits.argmax(-1) == others.argmax(-1)).float().mean())
+    listed = ", ".join(f"{error:.1e}" for error in errors)
+    print(f"{device}: layers {listed}; logits {rms(logits, others):.1e}, top-1 {top1:.1%}")
+    assert max(errors) <= 8e-2 and top1 >= 0.8
+
+
+def test_random_weights_in_eight_bits_are_counted_as_such() -> None:
+    """What `tools/bench.py --gpu` measures of a config that says so, and the floor beside it."""
+    form = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [16, 16]}
+    form["modules_to_not_convert"] = ["model.layers.0.mlp.up_proj", "lm_head"]
+    config = ModelConfig.from_dict(tiny_raw(quantization_config=form))
+    model = random_weights(QwenGDN, config, torch.device("cpu"), torch.bfloat16)
+    twin = random_weights(QwenGDN, replace(config, quantization=None), torch.device("cpu"), torch.bfloat16)
+    names = {name for name, part in model.named_modules() if isinstance(part, FP8Linear)}
+    linears = {name for name, part in twin.named_modules() if name.endswith(("_proj", "_qkv", "_z"))}
+    assert linears - names == {"layers.0.mlp.up_proj"} and names < linears
+    for name in names:
+        part, plain = model.get_submodule(name), twin.get_submodule(name)
+        weight = expanded(part.weight, part.weight_scale_inv, part.block, torch.float32)
+        assert 0.5 < float(weight.std() / plain.weight.float().std()) < 2 and part.weight_scale_inv.unique().numel() > 1
+    saved = sum(twin.get_submodule(name).weight.numel() for name in names)
+    scales = sum(4 * model.get_submodule(name).weight_scale_inv.numel() for name in names)
+    assert Floor.of(twin, 1.0).always - Floor.of(model, 1.0).always == saved - scales
+    assert model(random_tokens(seeded(1), 1, 9)).final.isfinite().all()
