@@ -87,7 +87,7 @@ def block_linear(x: Tensor, weight: Tensor, scales: Tensor, block: tuple[int, in
     compiling = torch.compiler.is_compiling()
     if compiling and count == 1:
         return _one_row(rows, weight, scales, block).view(*x.shape[:-1], -1)
-    if rows.is_cuda:
+    if rows.is_cuda and count % _GRAIN:
         rows = F.pad(rows, (0, 0, 0, -count % _GRAIN))
     numbers, factors = quantised(rows, block[1])
     products = _opaque_products if compiling else _products
@@ -127,10 +127,11 @@ def multiplies_blocks(device: torch.device) -> bool:
     """Whether torch multiplies such blocks on this device by itself; tried, as device, CUDA and torch have a say."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < (9, 0):
         return False
-    numbers = torch.zeros(_GRAIN, 512, dtype=E4M3, device=device)
+    tall, wide = _BLOCK
+    numbers, weight = (torch.zeros(n, 4 * wide, dtype=E4M3, device=device) for n in (_GRAIN, tall))
     factors, scales = (torch.ones(size, device=device) for size in ((4, _GRAIN), (1, 4)))
     try:
-        _scaled(numbers, factors, numbers, scales)
+        _scaled(numbers, factors, weight, scales)
     except (RuntimeError, ValueError):  # NotImplementedError among them
         return False
     return True
@@ -138,6 +139,7 @@ def multiplies_blocks(device: torch.device) -> bool:
 
 def is_multiplied(shape: tuple[int, ...], block: tuple[int, int], dtype: torch.dtype, device: torch.device) -> bool:
     """Whether the device by itself multiplies rows of that dtype by a weight [F, D] of that shape."""
+    # The product wants columns of scales in fours.
     fitting = block == _BLOCK and dtype == torch.bfloat16 and has_whole_blocks(shape, (block[0], 4 * block[1]))
     return fitting and multiplies_blocks(device)
 

@@ -13,6 +13,7 @@ from tiny import EXPERTS, gap, random_tokens, seeded, tiny_model, tiny_raw
 from torch import Tensor, nn
 
 import ddtree.recorded_drafter
+import qwen_gdn.fp8
 import qwen_gdn.program_set
 from ddtree import generate
 from qwen_gdn import ModelConfig, QwenGDN, decode
@@ -169,6 +170,14 @@ def test_no_cast_reaches_numbers_or_scales(change: str) -> None:
             assert parameter.dtype == before[name].dtype, name
             same = parameter.view(torch.uint8) == before[name].view(torch.uint8)
             assert same.all() and not parameter.requires_grad, name
+
+
+def test_a_weight_is_expanded_a_part_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(qwen_gdn.fp8, "_STRIPE", 50)  # three blocks of rows, the last part a shorter one
+    linear, x = linear_map(112, 96, (16, 32)), activations(5, 96, torch.float32)
+    seen = []
+    monkeypatch.setattr(qwen_gdn.fp8, "expanded", lambda part, *rest: seen.append(len(part)) or expanded(part, *rest))
+    assert gap(linear(x), by_hand(linear, x)) <= 2e-6 and seen == [48, 48, 16]
 
 
 def test_a_weight_without_whole_blocks_is_refused() -> None:

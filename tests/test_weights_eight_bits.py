@@ -377,6 +377,7 @@ def test_what_no_device_multiplies_is_expanded_unless_asked(tmp_path: Path) -> N
     folder = write(tmp_path, quantised(ck.target_tensors(whole_blocks()), (16, 16)), form=SMALL, raw=whole_blocks())
     for choice in ("auto", "expand"):
         assert not any(isinstance(part, FP8Linear) for part in load_target(folder, eight_bits=choice).modules())
+    assert load_target(folder, device="meta", eight_bits="keep").layers[0].linear_attn.out_proj.weight.is_meta
     with pytest.raises(ValueError, match="eight_bits must be one of auto, keep, expand, got 'never'"):
         load_target(folder, eight_bits="never")  # type: ignore[arg-type]
 
@@ -384,8 +385,8 @@ def test_what_no_device_multiplies_is_expanded_unless_asked(tmp_path: Path) -> N
 def test_experts_and_broken_blocks_are_expanded_beside_what_stays(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The shared expert's width of 20 is no multiple of 16; an excluded module stays as it is stored."""
-    raw = whole_blocks(**EXPERTS)
+    """The shared expert's width of 20 is no multiple of 16; the others' is, but they are fused."""
+    raw = whole_blocks(**EXPERTS | {"moe_intermediate_size": 32})
     stored = quantised(ck.one_by_one(ck.target_tensors(raw)), (16, 16))
     single = [name for name in stored if ".experts." in name or "shared_expert." in name]
     folder = write(tmp_path, stored, raw=raw, form=SMALL)
