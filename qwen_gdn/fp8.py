@@ -8,6 +8,7 @@ multiplied at full width, which is the oracle of the other.
 
 from collections.abc import Callable, Iterable
 from functools import cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -58,6 +59,14 @@ class FP8Linear(nn.Module):
 
         super()._apply(moved, recurse)  # type: ignore[no-untyped-call]
         return self
+
+    def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *rest: Any) -> None:
+        given = state_dict.get(f"{prefix}weight")
+        if given is not None and given.dtype != E4M3:
+            raise ValueError(
+                f"{prefix}weight is {given.dtype} and would be cast to {E4M3}; give numbers with their scales"
+            )
+        super()._load_from_state_dict(state_dict, prefix, *rest)
 
 
 def keep_in_eight_bits(module: nn.Module, names: Iterable[str], block: tuple[int, int]) -> None:

@@ -185,6 +185,16 @@ def test_a_weight_without_whole_blocks_is_refused() -> None:
         FP8Linear(256, 300, (128, 128))
 
 
+def test_states_are_read_whole_and_never_cast() -> None:
+    model, other = in_eight_bits(tiny_model(0)), in_eight_bits(tiny_model(1))
+    model.load_state_dict(other.state_dict())
+    tokens = random_tokens(seeded(1), 1, 8)
+    with torch.no_grad():
+        assert torch.equal(model(tokens).final, other(tokens).final)
+    with pytest.raises(ValueError, match=r"layers\.0\.linear_attn\.\w+\.weight is torch.float32 and would be cast"):
+        model.load_state_dict(tiny_model().state_dict(), strict=False)
+
+
 def by_hand_model(model: QwenGDN) -> QwenGDN:
     """A copy whose eight-bit linear maps are computed by hand."""
     twin = copy.deepcopy(model)
