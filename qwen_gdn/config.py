@@ -57,7 +57,7 @@ class ModelConfig:
     Args:
         intermediate_size: inner width of the dense feed-forward part, None if there are experts.
         experts: the mixture of experts in its place, or None.
-        quantization: how the checkpoint stores its weights, if not as plain numbers; the arithmetic is the same.
+        quantization: how the checkpoint stores its weights, if not as plain numbers.
         layer_types: mixer of each layer, `linear_attention` (Gated DeltaNet) or `full_attention`.
         rotary_dim: leading dimensions of a head that rotate (head_dim × partial_rotary_factor).
         output_gate: activation of the delta layers' z gate.

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import weights.shards
-from qwen_gdn import ModelConfig
-from weights import CheckpointError, load_target
-from weights.eight_bits import expanded
+from qwen_gdn import ModelConfig, QwenGDN
+from qwen_gdn.fp8 import FP8Linear, expanded
+from weights import CheckpointError, load_mtp, load_target
 
 FORM = {
     "quant_method": "fp8",
@@ -275,7 +275,7 @@ def test_expanding_holds_little_beside_the_matrix() -> None:
     shape = (2048, 4096)
     weight = torch.empty(shape, dtype=torch.float8_e4m3fn, device="meta")
     scales = torch.empty(-(-shape[0] // 128), -(-shape[1] // 128), device="meta")
-    with Allocated() as allocated:
+    with Allocated("meta") as allocated:
         out = expanded(weight, scales, (128, 128), torch.bfloat16)
     assert allocated.most <= out.nbytes
 
@@ -327,17 +327,120 @@ def test_a_file_is_not_opened_for_every_scale(tmp_path: Path, monkeypatch: pytes
     assert max(opened.values()) <= 32, f"{max(opened.values())} times for {len(stored)} tensors"
 
 
-class Allocated(TorchDispatchMode):
-    """Keeps the bytes of the largest tensor that an operation makes."""
+SMALL = FORM | {"weight_block_size": [16, 16]}
 
-    def __init__(self) -> None:
+
+def whole_blocks(**changes: Any) -> dict[str, Any]:
+    """A target whose projections are made of whole blocks."""
+    return ck.target_config(layer_types="lf", **{"hidden_size": 64, "intermediate_size": 96} | changes)
+
+
+def kept(folder: Path, stored: Mapping[str, Tensor], **options: Any) -> QwenGDN:
+    raw = whole_blocks(intermediate_size=len(stored["layers.1.mlp.up_proj.weight"]))
+    return load_target(write(folder, stored, form=SMALL, raw=raw), eight_bits="keep", **options)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_kept_weights_are_the_stored_numbers(
+    tmp_path: Path, dtype: torch.dtype | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    stored = quantised(ck.target_tensors(whole_blocks()), (16, 16))
+    with caplog.at_level(logging.INFO, logger="weights"):
+        model = kept(tmp_path, stored, dtype=dtype)
+    assert model.dtype == (dtype or torch.float32) and not any(p.requires_grad for p in model.parameters())
+    held = dict(model.named_parameters())
+    for name, tensor in stored.items():
+        if tensor.dtype == torch.float8_e4m3fn:
+            assert isinstance(model.get_submodule(name.removesuffix(".weight")), FP8Linear)
+            assert torch.equal(held[name].view(torch.uint8), tensor.view(torch.uint8)), name
+            scales = held[name + "_scale_inv"]
+            assert scales.dtype == torch.float32 and torch.equal(scales, stored[name + "_scale_inv"].float()), name
+    plain = {name: p for name, p in held.items() if name not in stored or name + "_scale_inv" not in stored}
+    plain = {name: p for name, p in plain.items() if not name.endswith("_scale_inv")}
+    assert len(plain) + 2 * sum(name.endswith("_scale_inv") for name in stored) == len(held)
+    for name, parameter in plain.items():
+        assert torch.equal(parameter.float(), stored[name].float()), name
+    taken = sum(t.nbytes for t in stored.values() if t.dtype == torch.float8_e4m3fn)
+    assert f"weights in eight bits stay so, {taken / 2**30:.2f} GiB" in caplog.text and "expanded" not in caplog.text
+
+
+def test_kept_and_expanded_weights_are_the_same_numbers(tmp_path: Path) -> None:
+    stored = quantised(ck.target_tensors(whole_blocks()), (16, 16))
+    model, wanted = kept(tmp_path, stored), load_target(tmp_path, eight_bits="expand")
+    for name, part in model.named_modules():
+        if isinstance(part, FP8Linear):
+            found = expanded(part.weight, part.weight_scale_inv, part.block, torch.float32)
+            assert torch.equal(found, wanted.get_parameter(name + ".weight")), name
+
+
+def test_what_no_device_multiplies_is_expanded_unless_asked(tmp_path: Path) -> None:
+    folder = write(tmp_path, quantised(ck.target_tensors(whole_blocks()), (16, 16)), form=SMALL, raw=whole_blocks())
+    for choice in ("auto", "expand"):
+        assert not any(isinstance(part, FP8Linear) for part in load_target(folder, eight_bits=choice).modules())
+    assert load_target(folder, device="meta", eight_bits="keep").layers[0].linear_attn.out_proj.weight.is_meta
+    with pytest.raises(ValueError, match="eight_bits must be one of auto, keep, expand, got 'never'"):
+        load_target(folder, eight_bits="never")  # type: ignore[arg-type]
+
+
+def test_experts_and_broken_blocks_are_expanded_beside_what_stays(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The shared expert's width of 20 is no multiple of 16; the others' is, but they are fused."""
+    raw = whole_blocks(**EXPERTS | {"moe_intermediate_size": 32})
+    stored = quantised(ck.one_by_one(ck.target_tensors(raw)), (16, 16))
+    single = [name for name in stored if ".experts." in name or "shared_expert." in name]
+    folder = write(tmp_path, stored, raw=raw, form=SMALL)
+    with caplog.at_level(logging.WARNING, logger="weights"):
+        model = load_target(folder, eight_bits="keep")
+    ways = {name: isinstance(part, FP8Linear) for name, part in model.named_modules() if name.endswith("_proj")}
+    assert {name for name, stays in ways.items() if not stays} == {n for n in ways if "shared_expert" in n}
+    more = sum(stored[name].numel() for name in single if stored[name].dtype == torch.float8_e4m3fn) * 4
+    assert f"; others are expanded to torch.float32, {more / 2**30:.2f} GiB" in caplog.text
+    wanted = by_hand(stored, (16, 16))
+    down = model.get_parameter("layers.1.mlp.experts.down_proj")
+    assert torch.equal(down[3], wanted["layers.1.mlp.experts.3.down_proj.weight"])
+
+
+def test_an_mtp_module_stays_in_eight_bits_too(tmp_path: Path) -> None:
+    raw = whole_blocks(mtp_num_hidden_layers=1, mtp_use_dedicated_embeddings=False)
+    form = SMALL | {"modules_to_not_convert": [*FORM["modules_to_not_convert"], "mtp.fc"]}
+    own = ck.mtp_tensors(raw)
+    fc = own.pop("mtp.fc.weight").bfloat16()
+    stored = quantised(own, (16, 16)) | {"mtp.fc.weight": fc}
+    whole = stored | ck.as_stored(quantised(ck.target_tensors(raw), (16, 16)))
+    mtp = load_mtp(ck.write(tmp_path, ck.nested(raw, quantization_config=form), whole), eight_bits="keep")
+    up = mtp.layers[0].mlp.up_proj
+    assert isinstance(up, FP8Linear) and mtp.fc.weight.dtype == torch.float32
+    assert torch.equal(up.weight.view(torch.uint8), stored["mtp.layers.0.mlp.up_proj.weight"].view(torch.uint8))
+
+
+@pytest.mark.parametrize("code", [0x7F, 0xFF])
+def test_a_kept_number_of_no_value_is_refused_as_an_expanded_one(tmp_path: Path, code: int) -> None:
+    stored = quantised(ck.target_tensors(whole_blocks()), (16, 16))
+    stored["layers.1.mlp.up_proj.weight"].view(torch.uint8)[3, 5] = code
+    with pytest.raises(CheckpointError, match=rf"{WEIGHT} has 1 values of 6144 that are NaN"):
+        kept(tmp_path, stored)
+
+
+def test_keeping_makes_nothing_larger_than_the_numbers(tmp_path: Path) -> None:
+    stored = quantised(ck.target_tensors(whole_blocks(intermediate_size=640)), (16, 16))
+    with Allocated() as allocated:
+        kept(tmp_path, stored, dtype=torch.bfloat16)
+    assert allocated.most == max(t.nbytes for t in stored.values()) == 640 * 64
+
+
+class Allocated(TorchDispatchMode):
+    """Keeps the bytes of the largest tensor that an operation makes, on one kind of device."""
+
+    def __init__(self, device: str = "cpu") -> None:
         super().__init__()
-        self.most = 0
+        self.device, self.most = device, 0
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = function(*args, **(kwargs or {}))
         for one in self._tensors(made):
-            self.most = max(self.most, one.numel() * one.element_size())
+            if one.device.type == self.device:
+                self.most = max(self.most, one.numel() * one.element_size())
         return made
 
     @staticmethod

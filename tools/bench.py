@@ -4,7 +4,8 @@
     python tools/bench.py --acceptance     accepted length in use and teacher-forced, no timing
     python tools/bench.py --builder        the tree builder alone, at the published vocabulary
     python tools/bench.py --gpu --target-config FILE --drafter-config FILE
-                                           the graph engine over random weights of that shape, beside the read floor
+                                           the graph engine over random weights of that shape, beside the read floor;
+                                           in eight bits where the target's config says that they are stored so
 
 Speed and acceptance run greedily and without stop ids, so that all modes write the same tokens. They are compared:
 outputs that differ by more than rounding are refused, with the place and the float64 gap. Accepted length (tau) is

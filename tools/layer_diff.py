@@ -12,7 +12,7 @@ squares, since which of two programs has the largest single error is chance; wha
 
 Exit code 0: all within the tolerance; 1: a difference, or a failure; 2: bad use.
 
-It compares arithmetic, not speed, and not the tokenizers.
+It compares arithmetic, not speed, and not the tokenizers. Weights in eight bits are expanded on our side.
 """
 
 import argparse
@@ -87,7 +87,7 @@ def load(options: argparse.Namespace) -> Sides:
         raw = make(**({"layers": options.layers} if options.layers else {}))
         ours = random_model(raw, sigma, device=options.device, seed=options.seed).to(dtype)
         return Sides(ours, theirs.twin(ours, raw), theirs.twin(ours, raw, torch.float32) if by_float32 else None)
-    ours, read = read_target(options.source, device=options.device, dtype=dtype)
+    ours, read = read_target(options.source, device=options.device, dtype=dtype, eight_bits="expand")
     exact = theirs.read(read.folder, torch.float32, options.device) if by_float32 else None
     return Sides(ours, theirs.read(read.folder, dtype, options.device), exact)
 

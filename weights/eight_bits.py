@@ -4,13 +4,15 @@ A weight is in eight bits if and only if its file says F8_E4M3; its numbers mean
 is ever read without the other.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from math import ceil
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from qwen_gdn.fp8 import has_whole_blocks, is_multiplied
 from qwen_gdn.quantised import PROJECTIONS, BlockFP8
 
 from .files import CheckpointError, listed
@@ -19,6 +21,8 @@ from .shards import Stored, read_tensors
 from .slots import Slot
 
 FP8 = "F8_E4M3"
+EightBits = Literal["auto", "keep", "expand"]
+"""What becomes of weights in eight bits: they stay so where the device multiplies them, wherever they can, or never."""
 _SCALE_DTYPES = ("BF16", "F32")
 
 
@@ -91,24 +95,41 @@ def read_scales(plan: Plan, stored: Mapping[str, Stored]) -> dict[str, Tensor]:
     return found
 
 
-def expanded(weight: Tensor, scales: Tensor, block: tuple[int, int], dtype: torch.dtype) -> Tensor:
-    """weight · scale, multiplied in float32 and rounded once; a row of blocks at a time, to hold little beside it.
+def stays(
+    shape: tuple[int, ...], block: tuple[int, int], choice: EightBits, dtype: torch.dtype, device: torch.device
+) -> bool:
+    """Whether a linear map's weight of that shape stays in eight bits for activations of that dtype."""
+    if choice == "keep":
+        return has_whole_blocks(shape, block)
+    return choice == "auto" and is_multiplied(shape, block, dtype, device)
+
+
+def kept(plan: Plan, slots: Mapping[str, Slot], fits: Callable[[tuple[int, ...]], bool]) -> dict[str, str]:
+    """The linear maps of the module whose weights stay in eight bits -> the names of their tensors.
+
+    Projections alone can; experts, which are fused, and whatever else is in eight bits are expanded.
 
     Args:
-        weight: float8_e4m3fn [rows, columns].
-        scales: [rows / block, columns / block], rounded up.
+        fits: whether a weight of that shape can stay so.
     """
-    tall, wide = (min(size, step) for size, step in zip(weight.shape, block, strict=True))
-    out = torch.empty(weight.shape, dtype=dtype, device=weight.device)
-    scales = scales.to(weight.device, torch.float32)
-    for part, by, into in zip(weight.split(tall), scales, out.split(tall), strict=True):
-        into.copy_(part.float() * by.repeat_interleave(wide)[: weight.shape[1]])
-    return out
+    paths = {slot.removesuffix(".weight"): (slots[slot], name) for slot, name in plan.sources.items()}
+    return {
+        path: name
+        for path, (slot, name) in paths.items()
+        if name in plan.scales and slot.part is None and path.rpartition(".")[2] in PROJECTIONS and fits(slot.shape)
+    }
 
 
-def announcement(plan: Plan, stored: Mapping[str, Stored], dtype: torch.dtype) -> str:
-    """What expanding a checkpoint's eight-bit weights takes, in words; empty if it has none."""
-    weights = [stored[name] for name in plan.sources.values() if stored[name].dtype == FP8]
-    taken = sum(entry.nbytes for entry in weights) * dtype.itemsize
-    files = listed(sorted({entry.file.name for entry in weights}), most=2)
-    return f"{files}: weights in eight bits are expanded to {dtype}, {taken / 2**30:.2f} GiB" if weights else ""
+def announcement(plan: Plan, stored: Mapping[str, Stored], staying: Collection[str], dtype: torch.dtype) -> str:
+    """What a checkpoint's eight-bit weights take in memory, in words; empty if it has none.
+
+    Args:
+        staying: those that stay in eight bits; the others are expanded.
+    """
+    weights = {name: stored[name] for name in plan.sources.values() if stored[name].dtype == FP8}
+    stay = sum(entry.nbytes for name, entry in weights.items() if name in staying)
+    expand = sum(entry.nbytes for name, entry in weights.items() if name not in staying)
+    said = [f"stay so, {stay / 2**30:.2f} GiB"] if stay else []
+    said += [f"are expanded to {dtype}, {expand * dtype.itemsize / 2**30:.2f} GiB"] if expand else []
+    files = listed(sorted({entry.file.name for entry in weights.values()}), most=2)
+    return f"{files}: weights in eight bits " + "; others ".join(said) if said else ""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from qwen_gdn.fp8 import E4M3
 from qwen_gdn.quantised import BlockFP8
 
 from .eight_bits import FP8
@@ -70,12 +71,13 @@ def fill(
     dtype: torch.dtype,
     expand: Mapping[str, Callable[[Tensor], Tensor]],
 ) -> None:
-    """Replaces every parameter by its tensor, converted, without gradient; bytes read show on a terminal's stderr.
+    """Replaces parameters by their tensors, converted, without gradient; bytes read show on a terminal's stderr.
 
     Args:
-        places: tensor name -> the slot that it fills; together they fill every parameter.
+        places: tensor name -> the slot that it fills; together they fill every parameter but the scales of what stays
+            in eight bits.
         stored: tensor name -> where it lies.
-        expand: name of a tensor stored in eight bits -> what makes numbers of it.
+        expand: name of a tensor stored in eight bits -> what makes numbers of it. Without such an entry it stays so.
 
     Raises:
         CheckpointError: a file can no longer be read, or a value is not finite or too large for the dtype.
@@ -84,7 +86,7 @@ def fill(
     for name, entry in stored.items():
         by_file.setdefault(entry.file, set()).add(name)
     for name in {slot.parameter for slot in places.values() if slot.part is not None}:
-        _set(module, name, torch.empty(module.get_parameter(name).shape, dtype=dtype, device=device))
+        set_parameter(module, name, torch.empty(module.get_parameter(name).shape, dtype=dtype, device=device))
     total = sum(entry.nbytes for entry in stored.values())
     with tqdm(total=total, desc="loading", unit="B", unit_scale=True, unit_divisor=1024, disable=None) as bar:
         for file, names in by_file.items():
@@ -147,17 +149,23 @@ def _put(
     expand: Callable[[Tensor], Tensor] | None,
 ) -> Tensor:
     """Fills a slot and returns what it holds now."""
-    numbers = tensor if expand is None else expand(tensor.to(device))
     if slot.part is not None:
         expert, rows = slot.part
-        return module.get_parameter(slot.parameter)[expert, rows].copy_(numbers)
-    wide = torch.promote_types(dtype, torch.float32) if needs_float32(slot.parameter) else dtype
-    value = _converted(tensor, device, wide) if expand is None else numbers
-    _set(module, slot.parameter, value)
+        value = tensor if expand is None else expand(tensor.to(device))
+        return module.get_parameter(slot.parameter)[expert, rows].copy_(value)
+    if expand is not None:
+        value = expand(tensor.to(device))
+    elif tensor.dtype == E4M3:
+        value = _converted(tensor, device, E4M3)
+    else:
+        wide = torch.promote_types(dtype, torch.float32) if needs_float32(slot.parameter) else dtype
+        value = _converted(tensor, device, wide)
+    set_parameter(module, slot.parameter, value)
     return value
 
 
-def _set(module: nn.Module, name: str, value: Tensor) -> None:
+def set_parameter(module: nn.Module, name: str, value: Tensor) -> None:
+    """Puts a parameter without gradient in the place of another."""
     path, _, leaf = name.rpartition(".")
     setattr(module.get_submodule(path), leaf, nn.Parameter(value, requires_grad=False))
 
@@ -170,6 +178,8 @@ def _converted(tensor: Tensor, device: torch.device, dtype: torch.dtype) -> Tens
 
 def _is_finite(value: Tensor) -> Tensor:
     """Whether all values are, as a tensor on their device: asking one by one would wait for it every time."""
+    if value.dtype == E4M3:  # the type's one number that is not finite has two signs
+        return (value.view(torch.int8).amax() < 0x7F) & (value.view(torch.uint8).amax() < 0xFF)
     # NaN wins over any number in both, so one pass without temporaries tells.
     least, greatest = value.aminmax()
     return least.isfinite() & greatest.isfinite()

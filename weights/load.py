@@ -1,17 +1,17 @@
 """Builds a target, its MTP module or a drafter from a checkpoint: every parameter filled exactly once, or one error.
 
 Modules are built without memory, and all that configs and headers tell is checked before any data are read.
-Targets may be stored in eight bits with a scale a block; they are expanded here. What is quantised in another way is
-refused.
+Targets may be stored in eight bits with a scale a block: linear maps stay so where the device multiplies them, the rest
+is expanded here. What is quantised in another way is refused.
 """
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
@@ -19,15 +19,17 @@ from torch import Tensor, nn
 from ddtree import drafters
 from ddtree.drafter import DFlashDrafter
 from qwen_gdn.config import ModelConfig
+from qwen_gdn.fp8 import expanded, keep_in_eight_bits
 from qwen_gdn.model import QwenGDN
 from qwen_gdn.mtp import MTP, MTPConfig
 from qwen_gdn.quantised import BlockFP8
+from qwen_gdn.stated import shown
 
 from . import names
 from .configs import ConfigKind, read_config
-from .eight_bits import FP8, announcement, expanded, read_scales
+from .eight_bits import FP8, EightBits, announcement, kept, read_scales, stays
 from .files import CONFIG_FILES, INDEX_FILE, CheckpointError, Part, Source, fetch_shards, one_line, resolve
-from .fill import DTYPES, check, fill
+from .fill import DTYPES, check, fill, set_parameter
 from .shards import Stored, list_tensors, read_index
 from .slots import slots
 
@@ -40,7 +42,7 @@ class LoadReport:
 
     Attributes:
         folder: where the files lie.
-        dtype: dtype of the parameters, but for the few kept in float32.
+        dtype: dtype of activations, and of the parameters but for the few kept in float32 and those in eight bits.
         tensors, nbytes: number and stored size of the tensors that fill parameters, scales included.
         skipped: rule -> number of tensors that it left out.
     """
@@ -52,7 +54,13 @@ class LoadReport:
     skipped: Mapping[str, int]
 
 
-def load_target(source: Source, *, device: str | torch.device = "cpu", dtype: torch.dtype | None = None) -> QwenGDN:
+def load_target(
+    source: Source,
+    *,
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype | None = None,
+    eight_bits: EightBits = "auto",
+) -> QwenGDN:
     """A target model in eval mode, without gradients.
 
     Args:
@@ -60,12 +68,16 @@ def load_target(source: Source, *, device: str | torch.device = "cpu", dtype: to
         dtype: of weights and activations. None is float32 on a CPU and elsewhere the type in which most of the
             checkpoint's bytes are stored. A_log, dt_bias and the delta layers' norms stay in float32 regardless
             (float64 in a float64 model).
+        eight_bits: what becomes of weights stored in eight bits. `auto` keeps the linear maps so where the device
+            multiplies them by itself (Hopper, bfloat16 activations) and expands them elsewhere; `expand` always does;
+            `keep` keeps them anywhere, which without such a device saves memory and costs time. Experts are expanded.
+            The log says what memory it takes.
 
     Raises:
         ValueError: the source cannot be found or read as a Qwen3.5/3.6/3.8 checkpoint, or this device or
             dtype cannot be had (mostly its subclass `CheckpointError`); one line that says what and where.
     """
-    return read_target(source, device=device, dtype=dtype)[0]
+    return read_target(source, device=device, dtype=dtype, eight_bits=eight_bits)[0]
 
 
 def load_drafter(
@@ -79,20 +91,30 @@ def load_drafter(
     return read_drafter(source, device=device, dtype=dtype)[0]
 
 
-def load_mtp(source: Source, *, device: str | torch.device = "cpu", dtype: torch.dtype | None = None) -> MTP:
+def load_mtp(
+    source: Source,
+    *,
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype | None = None,
+    eight_bits: EightBits = "auto",
+) -> MTP:
     """The MTP module in a target's checkpoint, in eval mode, without gradients; `MTPDrafter` drafts with it.
 
     Of the checkpoint it reads `mtp.*` alone. Arguments and errors as for `load_target`; a checkpoint whose config
     states no such module, or that holds none, is refused.
     """
-    return read_mtp(source, device=device, dtype=dtype)[0]
+    return read_mtp(source, device=device, dtype=dtype, eight_bits=eight_bits)[0]
 
 
 def read_target(
-    source: Source, *, device: str | torch.device = "cpu", dtype: torch.dtype | None = None
+    source: Source,
+    *,
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype | None = None,
+    eight_bits: EightBits = "auto",
 ) -> tuple[QwenGDN, LoadReport]:
     """`load_target`, and what was read and left out."""
-    return _load(source, _TARGET, device, dtype)
+    return _load(source, _TARGET, device, dtype, eight_bits)
 
 
 def read_drafter(
@@ -103,10 +125,14 @@ def read_drafter(
 
 
 def read_mtp(
-    source: Source, *, device: str | torch.device = "cpu", dtype: torch.dtype | None = None
+    source: Source,
+    *,
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype | None = None,
+    eight_bits: EightBits = "auto",
 ) -> tuple[MTP, LoadReport]:
     """`load_mtp`, and what was read and left out."""
-    return _load(source, _MTP, device, dtype)
+    return _load(source, _MTP, device, dtype, eight_bits)
 
 
 class _Kind(NamedTuple):
@@ -133,7 +159,15 @@ _MTP = _Kind(
 )
 
 
-def _load(source: Source, kind: _Kind, device: str | torch.device, dtype: torch.dtype | None) -> tuple[Any, LoadReport]:
+def _load(
+    source: Source,
+    kind: _Kind,
+    device: str | torch.device,
+    dtype: torch.dtype | None,
+    eight_bits: EightBits = "auto",
+) -> tuple[Any, LoadReport]:
+    if eight_bits not in get_args(EightBits):
+        raise ValueError(f"eight_bits must be one of {', '.join(get_args(EightBits))}, got {shown(eight_bits)}")
     where = _checked_device(device)
     if dtype is not None and dtype not in DTYPES.values():
         raise ValueError(f"dtype {dtype} is not supported; use one of {', '.join(map(str, DTYPES.values()))}")
@@ -154,7 +188,13 @@ def _load(source: Source, kind: _Kind, device: str | torch.device, dtype: torch.
     wanted = {name: listing.stored[name] for name in plan.sources.values()}
     if dtype is None:
         dtype = torch.float32 if where.type == "cpu" else _prevailing(wanted.values())
-    expand = {} if form is None else _expanding(form, plan, listing.stored, dtype)
+    expand = {}
+    if form is not None:
+        staying = kept(plan, places, partial(stays, block=form.block, choice=eight_bits, dtype=dtype, device=where))
+        _announce(plan, listing.stored, staying.values(), dtype)
+        scales = read_scales(plan, listing.stored)
+        _keep(module, {path: scales.pop(name).to(where) for path, name in staying.items()}, form.block)
+        expand = {n: partial(expanded, scales=scale, block=form.block, dtype=dtype) for n, scale in scales.items()}
     fill(module, {name: places[slot] for slot, name in plan.sources.items()}, wanted, where, dtype, expand)
     read = [*wanted.values(), *(listing.stored[name] for name in plan.scales.values())]
     report = LoadReport(folder, dtype, len(read), sum(s.nbytes for s in read), dict(plan.skipped))
@@ -178,13 +218,17 @@ def _form(config: Any, kind: _Kind) -> BlockFP8 | None:
     return replace(config.quantization, excluded=tuple(name for name in excluded if name is not None))
 
 
-def _expanding(
-    form: BlockFP8, plan: names.Plan, stored: Mapping[str, Stored], dtype: torch.dtype
-) -> dict[str, Callable[[Tensor], Tensor]]:
-    """What makes numbers of each tensor in eight bits, and says on the log what memory they will take."""
-    _log.warning("%s", announcement(plan, stored, dtype))
-    scales = read_scales(plan, stored)
-    return {name: partial(expanded, scales=scale, block=form.block, dtype=dtype) for name, scale in scales.items()}
+def _announce(plan: names.Plan, stored: Mapping[str, Stored], staying: Collection[str], dtype: torch.dtype) -> None:
+    """Says on the log what memory eight-bit weights will take; aloud where that is more than their files do."""
+    words = announcement(plan, stored, staying, dtype)
+    _log.log(logging.WARNING if "expanded" in words else logging.INFO, "%s", words)
+
+
+def _keep(module: nn.Module, scales: Mapping[str, Tensor], block: tuple[int, int]) -> None:
+    """Makes room for weights in eight bits in the linear maps that have these scales, which it fills in."""
+    keep_in_eight_bits(module, scales, block)
+    for path, given in scales.items():
+        set_parameter(module, f"{path}.weight_scale_inv", given.float())
 
 
 def _prevailing(stored: Iterable[Stored]) -> torch.dtype:

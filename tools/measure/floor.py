@@ -7,6 +7,7 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from qwen_gdn import QwenGDN
+from qwen_gdn.fp8 import FP8Linear
 from qwen_gdn.moe import SparseMoE
 
 
@@ -15,7 +16,7 @@ class Floor(NamedTuple):
 
     Args:
         bandwidth: bytes a second.
-        always: bytes of every linear map, the head's included.
+        always: bytes of every linear map, the head's and the scales of weights in eight bits included.
         expert: bytes of one expert of one layer, 0 without experts.
     """
 
@@ -26,7 +27,8 @@ class Floor(NamedTuple):
     @classmethod
     def of(cls, model: QwenGDN, bandwidth: float) -> "Floor":
         head = model.embed_tokens.weight.nbytes if model.lm_head is None else 0
-        always = head + sum(part.weight.nbytes for part in model.modules() if isinstance(part, nn.Linear))
+        linears = [part for part in model.modules() if isinstance(part, nn.Linear | FP8Linear)]
+        always = head + sum(parameter.nbytes for part in linears for parameter in part.parameters())
         mixtures = [part for part in model.modules() if isinstance(part, SparseMoE)]
         return cls(bandwidth, always, sum(w[0].nbytes for w in mixtures[0].experts.parameters()) if mixtures else 0)
 

@@ -22,7 +22,9 @@ from ddtree.recorded_drafter import RecordedDrafter
 from qwen_gdn import HybridCache, ModelConfig, QwenGDN, Topology, greedy, prefill
 from qwen_gdn.decode import HybridModel
 from qwen_gdn.engine import Engine
+from qwen_gdn.fp8 import E4M3
 from qwen_gdn.recorded import Announce
+from tools.measure.eight_bits import draw_eight_bits, is_in_eight_bits, put_in_eight_bits
 from tools.measure.floor import Floor, experts_used
 from tools.parity.theirs import twin
 
@@ -67,7 +69,10 @@ def measure(
     found["prefill_peak_bytes"] = most()
     say(f"most memory while prompts are read {gibibytes(most())}")
     gc.collect()
-    found["transformers"] = transformers_figures(shape, target, clock, floor, say)
+    if is_in_eight_bits(target):
+        say("transformers is not measured: its products of weights in eight bits are a download of their own")
+    else:
+        found["transformers"] = transformers_figures(shape, target, clock, floor, say)
     return found
 
 
@@ -346,9 +351,13 @@ def read_bandwidth(clock: "Clock") -> float:
 
 
 def random_weights(kind: Any, config: Any, device: torch.device, dtype: torch.dtype) -> Any:
-    """A module with matrices of spread 0.02, neutral norms and moderate decays, made on the device."""
+    """A module with matrices of spread 0.02, neutral norms and moderate decays, made on the device.
+
+    Where a target's config says that linear maps are stored in eight bits, they are so here.
+    """
     with torch.device("meta"):
         model = kind(config).to(dtype)
+        put_in_eight_bits(model)
     model = model.to_empty(device=device)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -358,8 +367,9 @@ def random_weights(kind: Any, config: Any, device: torch.device, dtype: torch.dt
                 parameter.zero_() if kind is QwenGDN and not name.endswith(
                     "linear_attn.norm.weight"
                 ) else parameter.fill_(1)
-            else:
+            elif parameter.dtype != E4M3:
                 parameter.normal_(0, 0.3 if name.endswith("conv1d.weight") else 0.02)
+    draw_eight_bits(model)
     return model.eval().requires_grad_(False)
 
 

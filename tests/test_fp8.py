@@ -1,0 +1,334 @@
+"""Linear maps in eight bits: against sums by hand in float64, and models of them in every way that models are run."""
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from eight_bits import Block, Spread, by_hand, decoded, fill, in_eight_bits, nearest, rounded
+from proposers import PROPOSERS, emitted
+from test_engine import check_rounds
+from tiny import EXPERTS, gap, random_tokens, seeded, tiny_model, tiny_raw
+from torch import Tensor, nn
+
+import ddtree.recorded_drafter
+import qwen_gdn.fp8
+import qwen_gdn.program_set
+from ddtree import generate
+from qwen_gdn import ModelConfig, QwenGDN, decode
+from qwen_gdn.engine import Engine
+from qwen_gdn.fp8 import E4M3, FP8Linear, expanded, multiplies_blocks, quantised
+from qwen_gdn.joined import ReadsOnce, join_projections
+from qwen_gdn.recorded import Recorded, compiled, program_settings, unannounced
+from tools.measure.exactness import Referee
+from tools.measure.floor import Floor
+from tools.measure.gpu import random_weights
+from tools.parity.shapes import published_27b, random_model, tiny
+
+GPU = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+DEVICES = pytest.mark.parametrize("device", GPU)
+WIDTHS = {
+    "cpu": [(64, 96), (80, 512)],
+    "cuda": [(34_816, 5120), (5120, 17_408), (16_384, 5120), (5120, 6144), (14_336, 5120)],
+}
+BLOCKS: dict[str, Block] = {"cpu": (16, 32), "cuda": (128, 128)}
+ROWS = {"cpu": (1, 2, 17), "cuda": (1, 2, 16, 17, 64, 2048)}
+
+
+def linear_map(out: int, width: int, block: Block, device: str = "cpu", seed: int = 0) -> FP8Linear:
+    """Random weights of spread about 0.02, some blocks far greater than others."""
+    draw = torch.Generator(device).manual_seed(seed)
+    weight = 0.02 * torch.randn(out, width, generator=draw, device=device)
+    weight[: block[0]] *= 50
+    weight[:, : block[1]] *= 0.01
+    linear = FP8Linear(width, out, block).to(device)
+    fill(linear, weight)
+    return linear
+
+
+def activations(rows: int, width: int, dtype: torch.dtype, device: str = "cpu", seed: int = 1) -> Tensor:
+    """Rows of very different sizes, with a few outliers as activations have them."""
+    draw = torch.Generator(device).manual_seed(seed)
+    x = torch.randn(rows, width, generator=draw, device=device) * torch.logspace(-3, 3, rows, device=device)[:, None]
+    x[:, ::97] *= 30
+    return x.to(dtype)
+
+
+def rms(a: Tensor, b: Tensor) -> float:
+    return float((a.double() - b.double()).norm() / b.double().norm())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_rows_become_the_nearest_numbers(dtype: torch.dtype) -> None:
+    x = activations(9, 96, dtype)
+    x[3, :32], x[4, 5], x[5], x[6, 40] = 0, 1e30, 1e-30, 448
+    numbers, scales = quantised(x, 32)
+    assert numbers.dtype == E4M3 and scales.dtype == torch.float32 and scales.shape == (9, 3)
+    found = decoded(numbers) * scales.double().repeat_interleave(32, 1)
+    assert torch.equal(found, rounded(x, 32))
+    assert (found - x.double()).abs().max() <= (x.double().abs().max() / 16)
+    assert float((decoded(numbers).abs().unflatten(1, (-1, 32)).amax(2) == 448).sum()) == 26  # all pieces but the zeros
+
+
+def test_numbers_by_hand_are_the_types() -> None:
+    """The oracle's own table and rounding, against torch's casts."""
+    codes = torch.arange(256, dtype=torch.uint8)
+    known = codes.view(E4M3).double()
+    assert torch.equal(decoded(codes), known) or torch.equal(decoded(codes).nan_to_num(9e9), known.nan_to_num(9e9))
+    values = torch.cat(
+        (torch.linspace(-448, 448, 9999), torch.linspace(-0.05, 0.05, 9999), known.nan_to_num(0).float() * 1.0625)
+    )
+    values = values.clamp(-448, 448)
+    assert torch.equal(nearest(values.double()), values.to(E4M3).double())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@DEVICES
+def test_products_are_those_by_hand(device: str, dtype: torch.dtype) -> None:
+    """On a GPU at the 27B's shapes, joined ones among them; bfloat16 by the device's own product."""
+    if device == "cuda" and dtype != torch.bfloat16:
+        pytest.skip("the device multiplies for bfloat16 alone")
+    tolerance = {torch.bfloat16: 1e-2, torch.float32: 2e-6, torch.float64: 1e-12}[dtype]
+    for out, width in WIDTHS[device]:
+        linear = linear_map(out, width, BLOCKS[device], device)
+        full = expanded(linear.weight, linear.weight_scale_inv, linear.block, dtype)
+        for rows in ROWS[device]:
+            x = activations(rows, width, dtype, device)
+            wanted, found = by_hand(linear, x), linear(x[None])[0]
+            assert found.dtype == dtype and found.shape == (rows, out)
+            each = [gap(a, b) for a, b in zip(found, wanted, strict=True)]  # a small row counts as much as a great one
+            assert max(each) <= tolerance, (out, width, rows)
+            away = rms(found, x @ full.T)
+            print(
+                f"{device} {out} x {width}, {rows} rows: to the oracle {max(each):.1e}, to {dtype} weights {away:.1e}"
+            )
+            assert away <= 5e-2  # what three bits of mantissa cost
+
+
+@pytest.mark.gpu
+def test_a_hopper_multiplies_blocks() -> None:
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("torch has this product for Hopper alone")
+    assert multiplies_blocks(torch.device("cuda", torch.cuda.current_device()))
+
+
+@DEVICES
+def test_rows_do_not_see_each_other(device: str) -> None:
+    out, width = WIDTHS[device][0]
+    linear = linear_map(out, width, BLOCKS[device], device)
+    x = activations(17, width, torch.bfloat16, device)
+    whole = linear(x)
+    x[3], x[9] = torch.nan, 1e30
+    found = linear(x)
+    others = [i for i in range(17) if i not in (3, 9)]
+    assert torch.equal(found[others], whole[others])
+    assert found[3].isnan().all() and not whole.isnan().any()
+
+
+@DEVICES
+def test_eager_compiled_and_recorded_products_agree(device: str) -> None:
+    out, width = WIDTHS[device][1]
+    linear = linear_map(out, width, BLOCKS[device], device)
+    for rows in (1, 16, 17) if device == "cuda" else (1, 5):
+        x = activations(rows, width, torch.bfloat16, device)
+
+        def run(x: Tensor = x) -> Tensor:
+            return compiled(_applied)(linear, x[None])[0]
+
+        with program_settings(device):
+            one = run()
+        recorded = Recorded("products", [run], torch.device(device), unannounced)
+        other = recorded().clone()
+        x.copy_(activations(rows, width, torch.bfloat16, device, seed=7))
+        third = recorded()
+        first = activations(rows, width, torch.bfloat16, device)
+        for found, given in ((one, first), (other, first), (third, x)):
+            each = [gap(a, b) for a, b in zip(found, by_hand(linear, given), strict=True)]
+            assert max(each) <= 1e-2 and gap(found, linear(given)) <= 1e-2, rows
+
+
+def _applied(linear: nn.Module, x: Tensor) -> Tensor:
+    out: Tensor = linear(x)
+    return out
+
+
+CHANGES: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "to bfloat16": lambda module: module.to(torch.bfloat16),
+    "double": lambda module: module.double(),
+    "half": lambda module: module.half(),
+    "copy": copy.deepcopy,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_no_cast_reaches_numbers_or_scales(change: str) -> None:
+    model = in_eight_bits(tiny_model())
+    before = {name: p.clone() for name, p in model.named_parameters() if "proj" in name}
+    for name, parameter in CHANGES[change](model).named_parameters():
+        if name.endswith("_scale_inv") or name.removesuffix("weight") + "weight_scale_inv" in before:
+            assert parameter.dtype == before[name].dtype, name
+            same = parameter.view(torch.uint8) == before[name].view(torch.uint8)
+            assert same.all() and not parameter.requires_grad, name
+
+
+def test_a_weight_is_expanded_a_part_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(qwen_gdn.fp8, "_STRIPE", 50)  # three blocks of rows, the last part a shorter one
+    linear, x = linear_map(112, 96, (16, 32)), activations(5, 96, torch.float32)
+    seen = []
+    monkeypatch.setattr(qwen_gdn.fp8, "expanded", lambda part, *rest: seen.append(len(part)) or expanded(part, *rest))
+    assert gap(linear(x), by_hand(linear, x)) <= 2e-6 and seen == [48, 48, 16]
+
+
+def test_a_weight_without_whole_blocks_is_refused() -> None:
+    with pytest.raises(ValueError, match="300 rows and 256 columns is not made of whole blocks of 128 by 128"):
+        FP8Linear(256, 300, (128, 128))
+
+
+def test_states_are_read_whole_and_never_cast() -> None:
+    model, other = in_eight_bits(tiny_model(0)), in_eight_bits(tiny_model(1))
+    model.load_state_dict(other.state_dict())
+    tokens = random_tokens(seeded(1), 1, 8)
+    with torch.no_grad():
+        assert torch.equal(model(tokens).final, other(tokens).final)
+    with pytest.raises(ValueError, match=r"layers\.0\.linear_attn\.\w+\.weight is torch.float32 and would be cast"):
+        model.load_state_dict(tiny_model().state_dict(), strict=False)
+
+
+def by_hand_model(model: QwenGDN) -> QwenGDN:
+    """A copy whose eight-bit linear maps are computed by hand."""
+    twin = copy.deepcopy(model)
+    for name, part in list(twin.named_modules()):
+        if isinstance(part, FP8Linear):
+            parent, _, leaf = name.rpartition(".")
+            setattr(twin.get_submodule(parent), leaf, Spread(part))
+    return twin
+
+
+@pytest.mark.parametrize("changes", [{}, EXPERTS | {"shared_expert_intermediate_size": 16}], ids=["dense", "experts"])
+def test_a_model_in_eight_bits_is_the_one_by_hand(changes: dict[str, object]) -> None:
+    """Float64: no rounding tells the two apart, joined or not."""
+    model = in_eight_bits(tiny_model(dtype=torch.float64, **changes))
+    assert model.dtype == torch.float64
+    tokens, wanted = random_tokens(seeded(1), 1, 20), by_hand_model(model)
+    with torch.no_grad():
+        final = wanted(tokens).final
+        assert gap(model(tokens).final, final) <= 1e-10
+        join_projections(model)
+        assert gap(model(tokens).final, final) <= 1e-10
+
+
+def test_maps_of_either_kind_are_joined_with_their_own() -> None:
+    apart, model = (in_eight_bits(tiny_model()) for _ in range(2))
+    join_projections(model)
+    ours, theirs = model.state_dict(), apart.state_dict()
+    assert list(ours) == list(theirs)
+    assert all(torch.equal(ours[name].view(torch.uint8), theirs[name].view(torch.uint8)) for name in theirs)
+    storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.parameters()}
+    assert sum(storages.values()) == sum(p.nbytes for p in apart.parameters())
+    assert [joint.names for joint in model.layers[0].linear_attn._joined] == [
+        ("in_proj_qkv", "in_proj_z"),
+        ("in_proj_b", "in_proj_a"),
+    ]
+
+
+@pytest.mark.parametrize("kind", ["weight", "weight_scale_inv"])
+def test_replaced_numbers_or_scales_are_read_where_they_are(kind: str) -> None:
+    """The last of a group alone, which leaves every other address."""
+    model, wanted = (in_eight_bits(tiny_model()) for _ in range(2))
+    join_projections(model)
+    for both in (model, wanted):
+        for part in both.modules():
+            if isinstance(part, ReadsOnce):
+                linears = (getattr(part, name) for name in reversed(part.reads))
+                held = getattr(next(linear for linear in linears if isinstance(linear, FP8Linear)), kind)
+                held.data = (held.float() * 0.5).to(held.dtype)
+    tokens = random_tokens(seeded(1), 1, 8)
+    with torch.no_grad():
+        assert gap(model(tokens).final, wanted(tokens).final) <= 2e-6
+
+
+def test_caches_trees_and_commits_follow_the_chain(monkeypatch: pytest.MonkeyPatch) -> None:
+    _run_uncompiled(monkeypatch)
+    model, twin = (in_eight_bits(tiny_model(dtype=torch.float64)) for _ in range(2))
+    check_rounds(Engine(twin, sizes=(8, 32)), model, trees=8)
+
+
+def _run_uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (qwen_gdn.program_set, ddtree.recorded_drafter):
+        monkeypatch.setattr(module, "compiled", lambda function: function)
+
+
+def wide(device: str) -> QwenGDN:
+    """A model in eight bits, on a GPU in bfloat16 and of shapes that the device multiplies, else in float64."""
+    if device == "cpu":
+        return in_eight_bits(tiny_model(dtype=torch.float64))
+    raw = tiny() | {
+        "hidden_size": 1024, "intermediate_size": 2048, "num_attention_heads": 8, "head_dim": 128, "vocab_size": 997,
+        "linear_num_key_heads": 4, "linear_num_value_heads": 12, "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+    }  # fmt: skip
+    return in_eight_bits(random_model(raw, 0.05, device=device).bfloat16(), (128, 128))
+
+
+@DEVICES
+def test_an_engine_writes_the_eager_models_tokens(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if device == "cpu":
+        _run_uncompiled(monkeypatch)
+    model, twin = wide(device), wide(device)
+    engine, referee, draw = Engine(twin, sizes=(16, 64)), Referee(model), seeded(3)
+    length, step = (12, 3) if device == "cpu" else (40, 1)
+    for number, (name, scripted) in enumerate(list(PROPOSERS.items())[::step]):
+        prompt = random_tokens(draw, 5 + 7 * number, vocab=model.config.vocab_size).tolist()
+        wanted = list(decode(model, prompt, max_new_tokens=length))
+        text = scripted([*prompt, *wanted], number)
+        found = emitted(generate(engine, text, prompt, max_new_tokens=length, budget=63 if number % 2 else 15))
+        plain = list(decode(engine, prompt, max_new_tokens=length))
+        for what, one in ((name, found), ("plain", plain)):
+            tie = referee.judge(what, prompt, one, wanted)
+            print(f"prompt {number}, {what}: {tie or 'the same'}")
+
+
+@DEVICES
+def test_layers_are_near_those_of_expanded_weights(device: str) -> None:
+    """On a GPU the 27B's own shapes, in bfloat16: what activations in eight bits cost, layer by layer."""
+    raw = published_27b(4) if device == "cuda" else tiny(4)
+    dtype, block = (torch.bfloat16, (128, 128)) if device == "cuda" else (torch.float32, (16, 16))
+    model = in_eight_bits(random_model(raw, 0.02, device=device).to(dtype), block)
+    full = copy.deepcopy(model)
+    for name, part in list(full.named_modules()):
+        if isinstance(part, FP8Linear):
+            linear = nn.Linear(part.in_features, part.out_features, bias=False, device="meta")
+            weight = expanded(part.weight, part.weight_scale_inv, part.block, dtype)
+            linear.weight = nn.Parameter(weight, requires_grad=False)
+            parent, _, leaf = name.rpartition(".")
+            setattr(full.get_submodule(parent), leaf, linear)
+    tokens = random_tokens(seeded(1), 1, 256, vocab=model.config.vocab_size)
+    with torch.no_grad():
+        found, wanted = (one(tokens, capture=(0, 1, 2, 3)) for one in (model, full))
+        logits, others = (one.logits(hidden.final) for one, hidden in ((model, found), (full, wanted)))
+    errors = [rms(a, b) for a, b in zip(found.captured, wanted.captured, strict=True)]
+    top1 = float((logits.argmax(-1) == others.argmax(-1)).float().mean())
+    listed = ", ".join(f"{error:.1e}" for error in errors)
+    print(f"{device}: layers {listed}; logits {rms(logits, others):.1e}, top-1 {top1:.1%}")
+    assert max(errors) <= 8e-2 and top1 >= 0.8
+
+
+def test_random_weights_in_eight_bits_are_counted_as_such() -> None:
+    """What `tools/bench.py --gpu` measures of a config that says so, and the floor beside it."""
+    form = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [16, 16]}
+    form["modules_to_not_convert"] = ["model.layers.0.mlp.up_proj", "lm_head"]
+    config = ModelConfig.from_dict(tiny_raw(quantization_config=form))
+    model = random_weights(QwenGDN, config, torch.device("cpu"), torch.bfloat16)
+    twin = random_weights(QwenGDN, replace(config, quantization=None), torch.device("cpu"), torch.bfloat16)
+    names = {name for name, part in model.named_modules() if isinstance(part, FP8Linear)}
+    linears = {name for name, part in twin.named_modules() if name.endswith(("_proj", "_qkv", "_z"))}
+    assert linears - names == {"layers.0.mlp.up_proj"} and names < linears
+    for name in names:
+        part, plain = model.get_submodule(name), twin.get_submodule(name)
+        weight = expanded(part.weight, part.weight_scale_inv, part.block, torch.float32)
+        assert 0.5 < float(weight.std() / plain.weight.float().std()) < 2 and part.weight_scale_inv.unique().numel() > 1
+    saved = sum(twin.get_submodule(name).weight.numel() for name in names)
+    scales = sum(4 * model.get_submodule(name).weight_scale_inv.numel() for name in names)
+    assert Floor.of(twin, 1.0).always - Floor.of(model, 1.0).always == saved - scales
+    assert model(random_tokens(seeded(1), 1, 9)).final.isfinite().all()
