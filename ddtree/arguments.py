@@ -165,6 +165,12 @@ def _add_decoding(group: argparse._ArgumentGroup) -> None:
         help=f"drafted tokens a round, the root not counted (default: {nodes}); at most {MOST_NODES}",
     )
     group.add_argument(
+        "--spine",
+        action="store_true",
+        help="draft the chain that --mode chain would, and branches with what the budget leaves: never accepts less "
+        "than that chain",
+    )
+    group.add_argument(
         "--max-new-tokens", type=whole(), default=128, metavar="N", help="stop after N tokens (default: %(default)s)"
     )
     group.add_argument(
