@@ -8,6 +8,7 @@ import inspect
 import os
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -113,6 +114,15 @@ def _add_text(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--chat", action="store_true", help="put the prompt into the chat template, as a user's message")
     group.add_argument("--system", metavar="TEXT", help="with --chat: the system message")
     group.add_argument("--no-thinking", action="store_true", help="with --chat: ask the template for no reasoning")
+    group.add_argument(
+        "--trace",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="write what every round drafted and what became of it: FILE.html is a page to look at, FILE.jsonl the "
+        "same as JSON lines; may be given for both. It is written however the run ends, in place of what was there",
+    )
     group.add_argument(
         "--json", action="store_true", help="add a last line to the output: one object with text, ids and figures"
     )

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -43,6 +44,7 @@ class Options:
         explicit: sampling settings that were given.
         seed: of the sampler, drawn if none was given; None if none was given and nothing is drawn at random.
         dtype: None leaves it to the loader.
+        trace: files to write a trace to.
         notes: what the user should know about how options were taken.
     """
 
@@ -75,6 +77,7 @@ class Options:
     dtype: torch.dtype | None
     json: bool
     echo: bool
+    trace: tuple[Path, ...]
     notes: tuple[str, ...]
 
     def sampler(self) -> Sampler:
@@ -129,6 +132,7 @@ def parse(argv: Sequence[str] | None = None) -> Options:
         budget=0 if mode == "plain" else nodes,
         spine=asked.spine and mode == "tree",
         thinking=not asked.no_thinking,
+        trace=tuple(asked.trace),
         notes=tuple(_notes(asked, mode)),
         system=None if asked.system is None else _text("--system", asked.system),
         prompt=None if asked.prompt is None else _prompt(asked.prompt),
@@ -168,6 +172,8 @@ def _check_interactive(asked: argparse.Namespace) -> None:
         raise UsageError("--interactive reads standard input, which is closed; give it a file, a pipe or a terminal")
     if asked.prompt == "-":
         raise UsageError("--interactive reads standard input line by line already; leave out --prompt -")
+    if asked.trace:
+        raise UsageError("--trace records one text; leave it out with --interactive")
     if asked.echo:
         raise UsageError("--echo writes a prompt before its continuation; leave it out with --interactive")
 
