@@ -131,6 +131,11 @@ def test_every_number_on_the_page_is_that_of_the_lines(browser: Any, tmp_path: P
 def check_round(opened: Opened, found: dict[str, Any], number: int) -> None:
     """The drawn tree is that of the round: tokens, probabilities, what became of each node, the target's choice."""
     each = found["rounds"][number]
+    facts = opened.all(
+        "Object.fromEntries([...document.querySelectorAll('#facts div')]"
+        ".map(e => [...e.children].map(c => c.textContent)))"
+    )
+    assert (facts["drafted"], facts["emitted"]) == (str(len(each["nodes"]) - 1), str(len(each["tokens"])))
     nodes = opened.all(
         "[...document.querySelectorAll('#tree .node')].map(e => [Number(e.dataset.node), Number(e.dataset.token), "
         "e.getAttribute('class').split(' ')[1], e.querySelector('text').textContent])"
