@@ -131,6 +131,16 @@ def test_times_of_rounds_add_up_to_those_of_the_run() -> None:
     assert "prefill" in rounds[0]["stages"] and not any("prefill" in each["stages"] for each in rounds[1:])
 
 
+def test_a_round_that_a_stop_cuts_shows_the_whole_path_and_the_tokens_that_were_written() -> None:
+    truth = list(decode(MODEL, PROMPT, max_new_tokens=40))
+    stop = next(token for i, token in enumerate(truth) if i > 4 and token not in truth[:i] and i % 10 not in (0, 1))
+    found = traced(Right, stop_ids=[stop])
+    last = parsed(found)["round"][-1]
+    assert last["tokens"][-1] == stop and found.trace.end.finish_reason == "stop"
+    assert len(last["tokens"]) == len(last["texts"]) == len(last["origins"]) < len(last["path"])
+    assert (last["accepted"], set(last["origins"])) == (len(last["path"]) - 1, {"spine"})
+
+
 def test_lines_are_ascii_without_anything_that_ends_a_script() -> None:
     found = traced(Scattered)
     for line in lines(found.trace):
