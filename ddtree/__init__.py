@@ -8,12 +8,14 @@ if TYPE_CHECKING:
     from .dflash2_config import DFlash2Config
     from .drafter import DFlashDrafter
     from .drafter_config import DFlashConfig
-    from .loop import NoDrafts, Proposer, Round, generate
+    from .loop import NoDrafts, Proposer, Round, Verified, generate
     from .mtp import MTPDrafter
     from .sampling import make_sampler
+    from .scores import Scores
+    from .scoring import calibrated, scored, tempered
     from .session import Session
     from .streaming import End, Step, Stream, stream
-    from .tree import Acceptance, DraftTree, Scores, accept, build_chain, build_tree
+    from .tree import Acceptance, DraftTree, ScoredTree, accept, build_chain, build_spine, build_tree
 
 __all__ = [
     "Acceptance",
@@ -27,16 +29,22 @@ __all__ = [
     "NoDrafts",
     "Proposer",
     "Round",
+    "ScoredTree",
     "Scores",
     "Session",
     "Step",
     "Stream",
+    "Verified",
     "accept",
     "build_chain",
+    "build_spine",
     "build_tree",
+    "calibrated",
     "generate",
     "make_sampler",
+    "scored",
     "stream",
+    "tempered",
 ]
 
 # Imported when one is first asked for: torch takes a second or two, in which `python -m ddtree.run`, which imports
@@ -53,16 +61,22 @@ _HOMES = {
     "NoDrafts": "loop",
     "Proposer": "loop",
     "Round": "loop",
-    "Scores": "tree",
+    "ScoredTree": "tree",
+    "Scores": "scores",
     "Session": "session",
     "Step": "streaming",
     "Stream": "streaming",
+    "Verified": "loop",
     "accept": "tree",
     "build_chain": "tree",
+    "build_spine": "tree",
     "build_tree": "tree",
+    "calibrated": "scoring",
     "generate": "loop",
     "make_sampler": "sampling",
+    "scored": "scoring",
     "stream": "streaming",
+    "tempered": "scoring",
 }
 
 

@@ -8,6 +8,7 @@ import inspect
 import os
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -114,6 +115,15 @@ def _add_text(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--system", metavar="TEXT", help="with --chat: the system message")
     group.add_argument("--no-thinking", action="store_true", help="with --chat: ask the template for no reasoning")
     group.add_argument(
+        "--trace",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="write what every round drafted and what became of it: FILE.html is a page to look at, FILE.jsonl the "
+        "same as JSON lines; may be given for both. It is written however the run ends, in place of what was there",
+    )
+    group.add_argument(
         "--json", action="store_true", help="add a last line to the output: one object with text, ids and figures"
     )
 
@@ -163,6 +173,12 @@ def _add_decoding(group: argparse._ArgumentGroup) -> None:
         type=whole(most=MOST_NODES),
         metavar="N",
         help=f"drafted tokens a round, the root not counted (default: {nodes}); at most {MOST_NODES}",
+    )
+    group.add_argument(
+        "--spine",
+        action="store_true",
+        help="draft the chain that --mode chain would, and branches with what the budget leaves: never accepts less "
+        "than that chain",
     )
     group.add_argument(
         "--max-new-tokens", type=whole(), default=128, metavar="N", help="stop after N tokens (default: %(default)s)"

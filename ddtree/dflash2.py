@@ -18,7 +18,8 @@ from qwen_gdn.rope import Rotation
 from .dflash2_config import DFlash2Config
 from .drafter import DFlashDrafter
 from .drafter_layers import Context, DrafterLayer
-from .tree import Prefix, Siblings, ranked
+from .ranking import ranked
+from .scores import Prefix, Siblings
 
 
 class DynamicConv(nn.Module):

@@ -18,7 +18,7 @@ from qwen_gdn.rope import Rotation, rotation
 from .contexts import check_crop
 from .drafter_config import AttentionType, DFlashConfig, check_layer_ids
 from .drafter_layers import DrafterLayer, Rows, SeenRows, block_mask
-from .tree import Scores
+from .scores import Scores
 
 
 class Target(Protocol):

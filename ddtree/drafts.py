@@ -8,7 +8,8 @@ from torch import Tensor
 from qwen_gdn.checked import shown
 from qwen_gdn.topology import Topology
 
-from .tree import DraftTree, Prefix, Scores, check_scores
+from .scores import Prefix, Scores, check_scores
+from .tree import DraftTree, ScoredTree
 
 
 class _Shallow:
@@ -58,7 +59,10 @@ def pruned(tree: DraftTree, depth: int) -> DraftTree:
         return tree
     kept = [node for node, level in enumerate(shape.depths.tolist()) if level <= depth]
     place = {node: i for i, node in enumerate(kept)} | {-1: -1}
-    return DraftTree(tree.tokens[kept], Topology([place[shape.parents[node]] for node in kept]))
+    tokens, cut = tree.tokens[kept], Topology([place[shape.parents[node]] for node in kept])
+    if isinstance(tree, ScoredTree):
+        return ScoredTree(tokens, cut, [tree.log_probs[node] for node in kept])
+    return DraftTree(tokens, cut)
 
 
 def _kind(value: object) -> str:

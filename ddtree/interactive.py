@@ -55,7 +55,7 @@ def converse(options: Options, job: Job, target: HybridModel, drafter: Proposer,
 def _written(events: Stream, meter: Meter) -> Outcome:
     page = Page()
     try:
-        return write(page, events, meter)
+        return write(page, events, meter.events)
     finally:
         page.end_line(always=True)
 

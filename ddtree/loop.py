@@ -33,9 +33,8 @@ from qwen_gdn.transfer import indices
 
 from .contexts import RowCount, check_crop
 from .drafts import checked_tree, limited, pruned
-from .tree import DraftTree, Scores, accept, build_chain, build_tree
-
-Build = Callable[[int, Tensor | Scores, int], DraftTree]
+from .scores import Scores
+from .tree import Build, DraftTree, accept, build_chain, build_tree
 
 
 class Round(NamedTuple):
@@ -49,6 +48,24 @@ class Round(NamedTuple):
     tokens: tuple[int, ...]
     drafted: int
     accepted: int
+
+
+class Verified(NamedTuple):
+    """How a round with a verify came about; all of it lies on the host already.
+
+    tree: what was put before the target, a `ScoredTree` if the builder knows scores; without drafts, the root alone.
+    draws: the target's token at every node.
+    path: the nodes that the draws followed, root first, before any cut; the draw at its last node is the bonus.
+    budget: nodes that could have been drafted.
+    length: tokens in the cache before the round.
+    """
+
+    tree: DraftTree
+    draws: tuple[int, ...]
+    path: tuple[int, ...]
+    tokens: tuple[int, ...]
+    budget: int
+    length: int
 
 
 class Proposer(Protocol):
@@ -104,6 +121,10 @@ class NoDrafts:
         self.context_length = kept.length
 
 
+def ignored(verified: Verified) -> None:
+    """Nobody watches the rounds."""
+
+
 def never(token: int) -> bool:
     """No token is the last one for what it says."""
     return False
@@ -124,6 +145,7 @@ def generate(
     prefill_window: int = PREFILL_WINDOW,
     on_stage: OnStage = nullcontext,
     until: Callable[[int], bool] = never,
+    on_round: Callable[[Verified], None] = ignored,
 ) -> Generator[Round, None, None]:
     """Generates round by round; the first round is the prefill's own token, with nothing drafted.
 
@@ -145,6 +167,8 @@ def generate(
         on_stage: entered with the name of each stage: prefill, draft, build, verify, sample, commit.
         until: asked once of every token that is to be emitted, in their order and before any of its round is
             committed; the first that it says true of is the last one. A stop id is not put to it.
+        on_round: told of every round but the prefill's as it is committed, before it is yielded; one that raises undoes
+            the round.
 
     Raises:
         ValueError: at the call, before any forward: the prompt, a number, a stop id, the cache or the drafter does
@@ -154,14 +178,18 @@ def generate(
     checked_count("budget", budget, 0)
     checked_count("prefill_window", prefill_window, 1)
     stops = checked_stops(stop_ids)
-    checked_callables(sampler=sampler, build=build, on_stage=on_stage, until=until)
+    checked_callables(sampler=sampler, build=build, on_stage=on_stage, until=until, on_round=on_round)
     cache = fitting_cache(target, cache, prompt.shape[1] + max_new_tokens - 1)
     draws = checked_sampler(target, sampler, prompt, cache, earlier_ids)
     drafter.bind(target)
     layers = checked_layers(drafter.layers, target.config.num_hidden_layers, "drafter: layers")
     if cache.length == 0:
         drafter.reset()
-    loop = _Loop(target, drafter, layers, cache, draws, lambda token: token in stops or until(token), on_stage)
+
+    def ends(token: int) -> bool:
+        return token in stops or until(token)
+
+    loop = _Loop(target, drafter, layers, cache, draws, ends, on_stage, on_round)
     return loop.run(prompt, max_new_tokens, budget, build, prefill_window)
 
 
@@ -177,6 +205,7 @@ class _Loop:
         draws: Draws,
         ends: Callable[[int], bool],
         on_stage: OnStage,
+        on_round: Callable[[Verified], None],
     ) -> None:
         self.target = target
         self.drafter = drafter
@@ -185,6 +214,7 @@ class _Loop:
         self.draws = draws
         self.ends = ends
         self.on_stage = on_stage
+        self.on_round = on_round
         self.ended = False
 
     @torch.no_grad()
@@ -204,7 +234,7 @@ class _Loop:
         while count and not self.ended:
             tree = self.draft(root, count - 1, budget, build)
             with self.cache.transaction():
-                done = self.verify(tree)
+                done = self.verify(tree, budget)
             self.draws.emitted(done.tokens)
             yield done
             root = done.tokens[-1]
@@ -235,16 +265,19 @@ class _Loop:
             tree = checked_tree(build(root, scores, budget), root, budget, self.target.config.vocab_size)
             return pruned(tree, depth)
 
-    def verify(self, tree: DraftTree) -> Round:
+    def verify(self, tree: DraftTree, budget: int) -> Round:
         """Runs the target over the tree, follows its draws, and keeps the root and the emitted tokens but the last."""
+        length = self.cache.length
         with self.on_stage("verify"):
             hidden = self.forward(tree)
             logits = self.target.logits(hidden.final[0])
         with self.on_stage("sample"):
-            path, bonus = accept(tree, torch.tensor(self.draws(logits, *tree)))
+            draws = self.draws(logits, *tree)
+            path, bonus = accept(tree, torch.tensor(draws))
             tokens = self.cut([*tree.tokens[path[1:]].tolist(), bonus])
         with self.on_stage("commit"):
             self.keep(tree, path[: len(tokens)], hidden)
+        self.on_round(Verified(tree, tuple(draws), tuple(path), tokens, budget, length))
         return Round(tokens, drafted=len(tree.topology) - 1, accepted=len(path) - 1)
 
     def forward(self, tree: DraftTree) -> Hidden:

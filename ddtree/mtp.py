@@ -19,7 +19,8 @@ from qwen_gdn.mtp import MTP
 from qwen_gdn.norms import at_least_float32
 
 from .drafter import check_sizes, with_room
-from .tree import Prefix, Ranked, ranked
+from .ranking import Ranked, ranked
+from .scores import Prefix
 
 CHILDREN = 64  # tokens proposed after a path: more than a tree of a usual budget takes
 

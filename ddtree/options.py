@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -20,7 +21,7 @@ from .loop import generate
 from .mtp import MTPDrafter
 from .sampling import make_sampler
 from .streaming import Drafting
-from .tree import build_chain, build_tree
+from .tree import build_chain, build_spine, build_tree
 
 Mode = Literal["tree", "chain", "plain"]
 EngineKind = Literal["eager", "graph"]
@@ -38,10 +39,12 @@ class Options:
         drafter: its source, or the word for the target's own MTP module; None just where `mode` is plain.
         mtp_depth: tokens that an MTP module drafts ahead.
         budget: nodes drafted a round, the root not counted; 0 where `mode` is plain.
+        spine: whether a tree holds the likeliest chain; False unless `mode` is tree.
         sampling: whose defaults the sampling settings have; `settled` puts those of a checkpoint in place.
         explicit: sampling settings that were given.
         seed: of the sampler, drawn if none was given; None if none was given and nothing is drawn at random.
         dtype: None leaves it to the loader.
+        trace: files to write a trace to.
         notes: what the user should know about how options were taken.
     """
 
@@ -52,6 +55,7 @@ class Options:
     mtp_depth: int
     mode: Mode
     budget: int
+    spine: bool
     max_new_tokens: int
     stop: tuple[str, ...]
     temperature: float
@@ -73,6 +77,7 @@ class Options:
     dtype: torch.dtype | None
     json: bool
     echo: bool
+    trace: tuple[Path, ...]
     notes: tuple[str, ...]
 
     def sampler(self) -> Sampler:
@@ -88,12 +93,12 @@ class Options:
 
     def drafting(self, on_stage: OnStage) -> Drafting:
         """How rounds go about their work, with a new sampler."""
-        build = build_chain if self.mode == "chain" else build_tree
+        build = build_chain if self.mode == "chain" else build_spine if self.spine else build_tree
         return {"budget": self.budget, "sampler": self.sampler(), "build": build, "on_stage": on_stage}
 
     def settings(self) -> dict[str, Any]:
         """What shapes the text, the prompt and the seed aside."""
-        names = ("target", "drafter", "mode", "budget", "max_new_tokens", *SAMPLING)
+        names = ("target", "drafter", "mode", "budget", "spine", "max_new_tokens", *SAMPLING)
         return {name: getattr(self, name) for name in (*names, "stop", "chat", "system", "thinking", "engine")}
 
 
@@ -125,7 +130,9 @@ def parse(argv: Sequence[str] | None = None) -> Options:
         mtp_depth=default(MTPDrafter, "depth") if asked.mtp_depth is None else asked.mtp_depth,
         mode=mode,
         budget=0 if mode == "plain" else nodes,
+        spine=asked.spine and mode == "tree",
         thinking=not asked.no_thinking,
+        trace=tuple(asked.trace),
         notes=tuple(_notes(asked, mode)),
         system=None if asked.system is None else _text("--system", asked.system),
         prompt=None if asked.prompt is None else _prompt(asked.prompt),
@@ -165,6 +172,8 @@ def _check_interactive(asked: argparse.Namespace) -> None:
         raise UsageError("--interactive reads standard input, which is closed; give it a file, a pipe or a terminal")
     if asked.prompt == "-":
         raise UsageError("--interactive reads standard input line by line already; leave out --prompt -")
+    if asked.trace:
+        raise UsageError("--trace records one text; leave it out with --interactive")
     if asked.echo:
         raise UsageError("--echo writes a prompt before its continuation; leave it out with --interactive")
 
@@ -200,7 +209,9 @@ def _notes(asked: argparse.Namespace, mode: Mode) -> Iterator[str]:
     if mode != asked.mode:
         yield "no --drafter is given for this target, so it decodes plainly"
     drafting = (("--drafter", asked.drafter), ("--mtp-depth", asked.mtp_depth), ("--budget", asked.budget))
-    unused = [flag for flag, value in drafting if value is not None]
+    unused = [flag for flag, value in drafting if value is not None] + ["--spine"] * asked.spine
+    if mode == "chain" and asked.spine:
+        yield "a chain is its own spine, so --spine changes nothing"
     if mode == "plain" and unused:
         yield f"plain decoding does not use {' and '.join(unused)}"
 

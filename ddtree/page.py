@@ -2,14 +2,15 @@
 
 import json
 import sys
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import Literal, NamedTuple
 
 from qwen_gdn.decode import HybridModel
 
 from .options import Options
-from .report import Figures, Meter
-from .streaming import End, FinishReason, Stream
+from .report import Figures
+from .streaming import End, Event, FinishReason, Stream
 from .streams import say
 
 Reason = FinishReason | Literal["interrupted"]
@@ -52,11 +53,11 @@ class Page:
             say("")
 
 
-def write(page: Page, events: Stream, meter: Meter) -> Outcome:
-    """Writes the text as it comes; an interrupt ends it, and what was decided by then is kept."""
+def write(page: Page, events: Stream, watch: Callable[[Stream], Iterator[Event]]) -> Outcome:
+    """Writes the text as it comes, through whatever watches it; an interrupt ends it, and what was decided is kept."""
     reason: Reason = "interrupted"
     try:
-        for event in meter.events(events):
+        for event in watch(events):
             page.write(event.text)
             if isinstance(event, End):
                 reason = event.finish_reason

@@ -23,7 +23,7 @@ from qwen_gdn.transfer import indices
 from .contexts import check_crop
 from .drafter import DFlashDrafter, Target
 from .drafter_layers import DrafterAttention, DrafterLayer, Rows
-from .tree import Scores
+from .scores import Scores
 
 ROWS = 4096  # context rows of a full layer to begin with; the buffer doubles
 

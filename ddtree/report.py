@@ -67,6 +67,16 @@ class Meter:
         self._stages = dict.fromkeys(STAGES, 0.0)
         self._entered = Counter[str]()
 
+    @property
+    def seconds(self) -> float:
+        """Time spent generating up to what was yielded last."""
+        return self._seconds
+
+    @property
+    def stage_seconds(self) -> dict[str, float]:
+        """Time by stage, those that did not run yet included."""
+        return dict(self._stages)
+
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
         """Times one stage; one that raises counts its time, and is not counted as done."""

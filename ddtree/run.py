@@ -32,12 +32,15 @@ from .loop import NoDrafts, Proposer
 from .mtp import MTPDrafter
 from .options import Options, parse, settled
 from .page import Outcome, Page, as_json, write
-from .prepare import prepare
+from .prepare import Job, prepare
 from .recorded_drafter import RecordedDrafter
+from .recording import opened, recorder_for, recording
 from .report import Figures, Meter, lines
 from .sources import check_source
 from .streaming import stream
 from .streams import lost, open_closed_stderr, say
+from .trace import Recorder
+from .trace.files import TraceFiles
 
 FAILURE, BAD_USE, BROKEN_PIPE = 1, 2, 141
 
@@ -74,6 +77,11 @@ def _explaining(argv: Sequence[str] | None) -> int:
 
 
 def _run(options: Options) -> int:
+    with opened(options) as files:
+        return _run_with(options, files)
+
+
+def _run_with(options: Options, files: TraceFiles) -> int:
     check_source(options.target, "target")
     if options.drafter not in (None, MTP):
         check_source(options.drafter, "drafter")
@@ -86,27 +94,38 @@ def _run(options: Options) -> int:
     target, drafter = _models(options, meter)
     if options.interactive:
         return converse(options, job, target, drafter, meter)
-    page = Page(options.prompt or "" if options.echo else "")
-    with _prefill_progress(meter.stage, len(job.prompt_ids)) as on_stage:
-        events = stream(
-            target,
-            drafter,
-            job.tokenizer,
-            job.prompt_ids,
-            max_new_tokens=options.max_new_tokens,
-            stop_ids=job.stop_ids,
-            stop=options.stop,
-            **options.drafting(on_stage),
-        )
-        try:
-            outcome = write(page, events, meter)
-        finally:
-            page.end_line(always=options.json)
+    recorder = recorder_for(options, job, target, meter)
+    with recording(recorder, files):
+        outcome = _written(options, job, (target, drafter), meter, recorder)
     figures = meter.figures(len(job.prompt_ids))
     _report(options, outcome, figures)
     if options.json:
         print(as_json(options, outcome, figures, target), flush=True)
     return INTERRUPTED if outcome.finish_reason == "interrupted" else 0
+
+
+def _written(
+    options: Options, job: Job, models: tuple[HybridModel, Proposer], meter: Meter, recorder: Recorder | None
+) -> Outcome:
+    """Generates and writes the text."""
+    page = Page(options.prompt or "" if options.echo else "")
+    with _prefill_progress(meter.stage, len(job.prompt_ids)) as on_stage:
+        drafting = options.drafting(on_stage)
+        if recorder is not None:
+            drafting["on_round"] = recorder.on_round
+        events = stream(
+            *models,
+            job.tokenizer,
+            job.prompt_ids,
+            max_new_tokens=options.max_new_tokens,
+            stop_ids=job.stop_ids,
+            stop=options.stop,
+            **drafting,
+        )
+        try:
+            return write(page, events, recorder.events if recorder else meter.events)
+        finally:
+            page.end_line(always=options.json)
 
 
 def _models(options: Options, meter: Meter) -> tuple[HybridModel, Proposer]:

@@ -16,7 +16,7 @@ from qwen_gdn.decode import Sampler, check_peaks, check_shape, greedy
 from qwen_gdn.norms import at_least_float32
 
 from .penalties import Adjusted, Penalties
-from .tree import ranked
+from .ranking import ranked
 
 # Logits are divided by no less and no more than these, which keeps the quotient meaningful in float32:
 # below, no two distinct logits are close enough to matter; above, no two are far enough apart.

@@ -14,7 +14,8 @@ from qwen_gdn.decode import HybridModel, OnStage, Sampler, checked_prompt, check
 from weights.stops import StoppedText, checked_stop_strings
 from weights.stream import Spelling
 
-from .loop import Build, Proposer, Round, generate, never
+from .loop import Proposer, Round, Verified, generate, never
+from .tree import Build
 
 FinishReason = Literal["stop", "stop_string", "length", "context"]
 
@@ -48,6 +49,7 @@ class Drafting(TypedDict, total=False):
     build: Build
     prefill_window: int
     on_stage: OnStage
+    on_round: Callable[[Verified], None]
 
 
 def stream(

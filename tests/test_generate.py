@@ -22,14 +22,19 @@ from proposers import (
 from tiny import TOLERANCE, gap, memory_of, randint, random_tokens, same_bits, seeded
 from torch import Tensor
 
-from ddtree import DraftTree, NoDrafts, Round, Scores, accept, build_chain, build_tree, generate
+from ddtree import DraftTree, NoDrafts, Round, Scores, accept, build_chain, build_spine, build_tree, generate
 from qwen_gdn import HybridCache, QwenGDN, decode
 from qwen_gdn.model import LayerId
 from qwen_gdn.topology import Path
 
 TOKENS = 64
 BUDGETS = (0, 1, 2, 3, 7, 8, 15, 16, 31, 63, 64)
-SHAPES = [(build_tree, budget) for budget in BUDGETS] + [(build_chain, 7), (build_chain, 64)]
+SHAPES = [(build_tree, budget) for budget in BUDGETS] + [
+    (build_chain, 7),
+    (build_chain, 64),
+    (build_spine, 5),
+    (build_spine, 31),
+]
 DTYPES = pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
 
 
@@ -60,7 +65,7 @@ def prompts_of(dtype: torch.dtype) -> range:
 @DTYPES
 @pytest.mark.parametrize("name", list(PROPOSERS)[:7])
 def test_whatever_is_drafted_the_output_is_that_of_plain_decoding(name: str, dtype: torch.dtype) -> None:
-    """Both dtypes together: every proposer over 52 prompts x 64 tokens, 4 prompts for every shape of tree.
+    """Both dtypes together: every proposer over 60 prompts x 64 tokens, 4 prompts for every shape of tree.
 
     The last two, which cost most, write half as much.
     """

@@ -9,6 +9,7 @@ import pytest
 
 import ddtree.recorded_drafter
 import qwen_gdn.program_set
+from ddtree.trace import lines
 from qwen_gdn import decode
 
 README = Path(__file__).parent.parent / "README.md"
@@ -53,6 +54,16 @@ def conversation(names: Names) -> str:
     return said
 
 
+def traced(names: Names) -> str:
+    """The text is plain decoding's, and the page holds the trace of all of its rounds."""
+    written = list(decode(names["target"], names["prompt"], max_new_tokens=40))
+    trace = names["recorder"].trace()
+    assert [token for each in trace.rounds for token in each.tokens] == written
+    assert max(each.accepted for each in trace.rounds) > 1
+    assert all(line in names["html"] for line in lines(trace))
+    return names["tokenizer"].decode(written) + "\n"
+
+
 def forked_cache(names: Names) -> str:
     """Each continuation is that of the prompt and its own start, whatever the other one was."""
     target, tokenizer = names["target"], names["tokenizer"]
@@ -70,7 +81,15 @@ def engine(names: Names) -> str:
     return names["tokenizer"].decode(list(decode(model, names["prompt"], max_new_tokens=32))) + "\n"
 
 
-EXAMPLES: list[Callable[[Names], str]] = [round_by_hand, own_proposer, streamed, conversation, forked_cache, engine]
+EXAMPLES: list[Callable[[Names], str]] = [
+    round_by_hand,
+    own_proposer,
+    streamed,
+    conversation,
+    traced,
+    forked_cache,
+    engine,
+]
 
 
 def test_every_example_is_checked() -> None:
@@ -80,7 +99,7 @@ def test_every_example_is_checked() -> None:
 @pytest.mark.parametrize(
     ("code", "wanted"),
     list(zip(BLOCKS, EXAMPLES, strict=False)),
-    ids=["round by hand", "own proposer", "stream", "session", "fork", "engine"],
+    ids=["round by hand", "own proposer", "stream", "session", "trace", "fork", "engine"],
 )
 def test_an_example_of_the_readme_prints_what_it_should(
     code: str,

@@ -285,6 +285,9 @@ def test_all_modes_and_budgets_write_the_same_tokens(run: Run, pair: list[object
         assert (ran["ids"], ran["text"]) == (plain["ids"], plain["text"])
         assert (ran["settings"]["mode"], ran["settings"]["budget"]) == (mode, budget)
         assert ran["settings"]["dtype"] == dtype
+    for budget in (2, 15):
+        ran = run(*ask, "--spine", "--budget", budget).json
+        assert ran["ids"] == plain["ids"] and ran["settings"]["spine"]
 
 
 @pytest.mark.parametrize("engine", ["eager", "graph"])
@@ -314,6 +317,9 @@ def test_modes_draft_what_they_say(run: Run, pair: list[object]) -> None:
     assert 0 < small["drafted"] <= 2 * small["verify_forwards"]
     assert chain["drafted"] <= 3 * chain["verify_forwards"], "a block of 4 proposes a chain of 3"
     assert tree["drafted"] > 3 * tree["verify_forwards"]
+    one = run(*ask, "--mode", "chain", "--budget", 3).json["figures"]
+    spine = run(*ask, "--spine", "--budget", 3).json["figures"]
+    assert spine["drafted"] >= one["drafted"] and spine["mean_accepted_length"] >= one["mean_accepted_length"]
     assert (plain["drafted"], plain["verify_forwards"], plain["accepted_lengths"]) == (0, 11, {"1": 11})
 
 
@@ -365,6 +371,9 @@ def test_options_that_change_nothing_are_noted(run: Run, pair: list[object]) -> 
     assert (
         "note: plain decoding does not use --drafter and --budget\n" in run(*ask, "--mode", "plain", "--budget", 3).err
     )
+    assert "note: plain decoding does not use --drafter and --spine\n" in run(*ask, "--mode", "plain", "--spine").err
+    assert "note: a chain is its own spine, so --spine" in run(*ask, "--mode", "chain", "--spine").err
+    assert "note" not in run(*ask, "--spine").err
     for flag, value in (("--top-k", 5), ("--seed", 5), ("--min-p", 0.5)):
         assert "note: at --temperature 0 nothing is drawn at random" in run(*ask, flag, value).err
     assert "note" not in run(*ask, "--seed", 5, "--temperature", 0.5).err

@@ -10,9 +10,9 @@ import torch
 from checkpoints import as_stored, drafter_config, drafter_tensors, extras, nested, target_config, target_tensors, write
 from proposers import Branching, Random, Right, Scattered
 from test_gpu_parity import TOY, check_bfloat16, check_convolution, check_float32, check_generate, check_tree, margin
-from tiny import oracle, randint, random_tokens, seeded, tiny_model
+from tiny import oracle, random_tokens, seeded, tiny_model
 
-from ddtree import DraftTree, NoDrafts, Proposer, Round, build_chain, build_tree, generate
+from ddtree import NoDrafts, Proposer, Round, build_chain, build_tree, generate
 from qwen_gdn import QwenGDN, Topology, decode
 from tools import bench, layer_diff
 from tools.measure import exactness
@@ -22,7 +22,6 @@ from tools.measure.parts import builder_times, window_bytes
 from tools.measure.prompts import read_prompts
 from tools.measure.runs import Mode, Pair, accepted_length, run
 from tools.measure.speed import measure, modes_of
-from tools.measure.spine import build_spine
 from tools.parity.report import compare
 from tools.parity.shapes import random_model, tiny
 from tools.parity.theirs import twin
@@ -165,25 +164,6 @@ def test_looping_continuations_are_counted_and_left_out(model: QwenGDN, monkeypa
     assert used.modes[0].forwards == 2 * (COUNT - 1) and used.modes[0].steady == used.modes[0].tau == 1.0
     monkeypatch.setattr("tools.measure.acceptance.loops", lambda tokens: True)
     assert in_use(Pair(model, NoDrafts()), prompts, [Mode("tree", 3)], COUNT).modes[0].steady is None
-
-
-@pytest.mark.parametrize("budget", [0, 1, 2, 5, 9, 30])
-def test_a_spine_tree_holds_the_chain_and_then_the_best_of_the_rest(budget: int) -> None:
-    draw = seeded(budget)
-    for _ in range(20):
-        scores = 2 * torch.randn(randint(draw, 0, 6), 12, generator=draw)
-        chain, best, spine = (build(3, scores, budget) for build in (build_chain, build_tree, build_spine))
-        paths = [prefixes(each) for each in (chain, best, spine)]
-        assert len(spine.topology) == len(best.topology)
-        assert set(paths[0]) <= set(paths[2]) and len(set(paths[2])) == len(paths[2])
-        rest = [path for path in paths[1] if path not in paths[0]]
-        assert [path for path in paths[2] if path not in paths[0]] == rest[: len(paths[2]) - len(paths[0])]
-
-
-def prefixes(tree: DraftTree) -> list[tuple[int, ...]]:
-    """The drafted tokens from the root to every node."""
-    paths = (tree.topology.path(node)[1:] for node in range(len(tree.topology)))
-    return [tuple(tree.tokens[path].tolist()) for path in paths]
 
 
 @pytest.mark.parametrize("maker", [Random, Scattered, Right, Branching])

@@ -1,5 +1,6 @@
 """The tree builder against brute force over every prefix, its edges, and the accept walk."""
 
+import copy
 import random
 from functools import cache
 from math import inf, log, nan
@@ -7,7 +8,9 @@ from math import inf, log, nan
 import pytest
 import torch
 
-from ddtree.tree import DraftTree, accept, build_chain, build_tree, rank, ranked
+from ddtree.ranking import ranked
+from ddtree.scores import rank
+from ddtree.tree import DraftTree, accept, build_chain, build_spine, build_tree
 from qwen_gdn.topology import Topology
 
 
@@ -220,6 +223,46 @@ def test_a_budget_is_filled_as_far_as_there_are_prefixes(budget, nodes):
     assert torch.equal(again.tokens, tree.tokens) and again.topology == tree.topology
 
 
+def greedy_chain(children, depth):
+    """The likeliest child of each step; ties go to the lower token."""
+    path = ()
+    while len(path) < depth:
+        likely = [(-lp, token) for token, lp in children(path).items() if lp != -inf]
+        if not likely:
+            break
+        path = (*path, min(likely)[1])
+    return [path[: i + 1] for i in range(len(path))]
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_a_spine_is_the_greedy_chain_and_then_the_best_of_all_other_prefixes(seed):
+    logits = quantised_logits(seed)
+    scripted = PathScores(seed, depth=seed % 4, vocab=4)
+    cases = [(logits, rows_as_dicts(logits), len(logits)), (scripted, scripted.table, scripted.depth)]
+    for scores, children, depth in cases:
+        for budget in (0, 1, 2, 3, 5, 9, 200):
+            chain = greedy_chain(children, min(depth, budget))
+            rest = [path for path in every_prefix(children, min(depth, budget)) if path not in chain]
+            tree = build_spine(6, scores, budget)
+            assert drafted(tree) == (chain + rest)[:budget]
+            assert tree.tokens[0] == 6
+
+
+@pytest.mark.parametrize("build", [build_tree, build_chain, build_spine])
+def test_a_tree_knows_the_scores_of_its_paths(build):
+    scripted = PathScores(5, depth=3, vocab=4)
+    logits = quantised_logits(8)
+    for scores, children in ((scripted, scripted.table), (logits, rows_as_dicts(logits))):
+        tree = build(6, scores, 9)
+        sums = [0.0]
+        for path in drafted(tree):
+            sums.append(sum(children(path[:i])[token] for i, token in enumerate(path)))
+        assert tree.log_probs == pytest.approx(sums, abs=1e-12) and len(tree.log_probs) > 2
+        tokens, topology = tree  # it is a pair as every tree
+        twin = copy.deepcopy(tree)
+        assert twin.log_probs == tree.log_probs and twin.topology == topology and twin.tokens.equal(tokens)
+
+
 def test_equal_scores_come_by_depth_of_probability_then_by_rank():
     assert drafted(build_tree(0, torch.zeros(2, 2), 100)) == [(0,), (1,), (0, 0), (0, 1), (1, 0), (1, 1)]
 
@@ -248,14 +291,14 @@ def test_underflowing_probabilities_are_still_ranked():
 
 
 @pytest.mark.parametrize("scores", [torch.zeros(0, 5), torch.zeros(3, 0), Fixed([], []), Fixed([1], [0.0], depth=0)])
-@pytest.mark.parametrize("build", [build_tree, build_chain])
+@pytest.mark.parametrize("build", [build_tree, build_chain, build_spine])
 def test_nothing_proposed_is_the_root_alone(build, scores):
     tree = build(6, scores, 4)
     assert tree.tokens.tolist() == [6]
     assert tree.topology == Topology([-1])
 
 
-@pytest.mark.parametrize("build", [build_tree, build_chain])
+@pytest.mark.parametrize("build", [build_tree, build_chain, build_spine])
 @pytest.mark.parametrize(
     ("root", "scores", "budget", "fault"),
     [

@@ -90,6 +90,7 @@ def acceptance(options: argparse.Namespace) -> Result:
     """Accepted length on each prompt set."""
     pair, depth = _load(options)
     modes = [mode for mode in modes_of(options.budgets, depth) if mode.budget]
+    modes += [Mode("spine", mode.budget) for mode in modes if mode.kind == "tree"]
     lines, figures, sound = [], [], True
     for prompts in _prompt_sets(options, None, only_first=False):
         used = in_use(pair, prompts.prompts, modes, options.max_new_tokens)

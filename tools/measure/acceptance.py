@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from ddtree import DraftTree, Round, Scores, accept, build_chain, build_tree
+from ddtree import DraftTree, Round, Scores, accept, build_chain, build_spine, build_tree
 from qwen_gdn import Hidden, decode, prefill
 from tools.measure.exactness import NearTie, Referee
 from tools.measure.runs import Mode, Pair, accepted_length, run
-from tools.measure.spine import build_spine
 
 # Tokens that the target is let write past the last context: published drafters propose 15 positions at most.
 AHEAD = 16

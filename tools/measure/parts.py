@@ -8,7 +8,9 @@ from typing import NamedTuple
 import torch
 
 from ddtree import build_tree
-from ddtree.tree import Prefix, Siblings, grow, rank, ranked
+from ddtree.ranking import ranked
+from ddtree.scores import Prefix, Siblings, rank
+from ddtree.tree import grow
 from qwen_gdn import QwenGDN, Topology
 
 CONV_WIDTH = 4  # of every published model; the builder's topology is asked for windows of this width

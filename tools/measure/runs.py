@@ -8,11 +8,11 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from ddtree import Proposer, Round, build_chain, build_tree, generate
+from ddtree import Proposer, Round, build_chain, build_spine, build_tree, generate
 from qwen_gdn import QwenGDN, decode
 from qwen_gdn.decode import OnStage
 
-_BUILDS = {"chain": build_chain, "tree": build_tree}
+_BUILDS = {"chain": build_chain, "tree": build_tree, "spine": build_spine}
 
 
 class Pair(NamedTuple):
@@ -23,9 +23,12 @@ class Pair(NamedTuple):
 
 
 class Mode(NamedTuple):
-    """How to decode: `plain` is the model's own loop without drafts; a budget counts drafted nodes."""
+    """How to decode: `plain` is the model's own loop without drafts; a budget counts drafted nodes.
 
-    kind: Literal["plain", "chain", "tree"]
+    `tree` is best-first; `spine` is a tree that holds the chain of its budget.
+    """
+
+    kind: Literal["plain", "chain", "tree", "spine"]
     budget: int = 0
 
     def __str__(self) -> str:
