@@ -4,12 +4,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .batch import generate_batch
     from .dflash2 import DFlash2Drafter
     from .dflash2_config import DFlash2Config
     from .drafter import DFlashDrafter
     from .drafter_config import DFlashConfig
-    from .loop import NoDrafts, Proposer, Round, generate
+    from .loop import Round, generate
     from .mtp import MTPDrafter
+    from .proposer import NoDrafts, Proposer
     from .sampling import make_sampler
     from .session import Session
     from .streaming import End, Step, Stream, stream
@@ -35,6 +37,7 @@ __all__ = [
     "build_chain",
     "build_tree",
     "generate",
+    "generate_batch",
     "make_sampler",
     "stream",
 ]
@@ -50,8 +53,8 @@ _HOMES = {
     "DraftTree": "tree",
     "End": "streaming",
     "MTPDrafter": "mtp",
-    "NoDrafts": "loop",
-    "Proposer": "loop",
+    "NoDrafts": "proposer",
+    "Proposer": "proposer",
     "Round": "loop",
     "Scores": "tree",
     "Session": "session",
@@ -61,6 +64,7 @@ _HOMES = {
     "build_chain": "tree",
     "build_tree": "tree",
     "generate": "loop",
+    "generate_batch": "batch",
     "make_sampler": "sampling",
     "stream": "streaming",
 }

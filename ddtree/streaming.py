@@ -14,7 +14,8 @@ from qwen_gdn.decode import HybridModel, OnStage, Sampler, checked_prompt, check
 from weights.stops import StoppedText, checked_stop_strings
 from weights.stream import Spelling
 
-from .loop import Build, Proposer, Round, generate, never
+from .loop import Build, Round, generate, never
+from .proposer import Proposer
 
 FinishReason = Literal["stop", "stop_string", "length", "context"]
 
