@@ -184,9 +184,8 @@ def _bound_alike(drafters: Sequence[Proposer], target: QwenGDN) -> tuple[LayerId
         raise ValueError("drafter: two rows were given one and the same proposer; give each its own, or one for all")
     layers = [bound_layers(drafter, target) for drafter in drafters]
     if len(set(layers)) > 1:
-        raise ValueError(
-            f"drafter: all rows must read the same layers of the target, got {sorted(set(layers), key=str)}"
-        )
+        found = " and ".join(map(str, dict.fromkeys(layers)))
+        raise ValueError(f"drafter: all rows must read the same layers of the target, got {found}")
     for drafter in drafters:
         drafter.reset()
     return layers[0]

@@ -250,12 +250,12 @@ def _taking(memory: CacheOrBranch | None, own: Sequence[int], width: int) -> Mem
     """The memory as a forward takes it in whose rows of `width` tokens the first `own` of each are not padding."""
     if isinstance(memory, RaggedCache):
         return Appending(memory, own)
+    if min(own) == 0:
+        raise ValueError(f"mask: row {own.index(0)} has no token of its own, which only a ragged cache can take")
     if memory is not None and min(own) < width:
         raise ValueError(
             f"mask: padding goes into a cache made with new_cache(..., ragged=True) alone, got {shown(memory)}"
         )
-    if min(own) == 0:
-        raise ValueError(f"mask: row {own.index(0)} has no token of its own, which only a ragged cache can take")
     return memory
 
 

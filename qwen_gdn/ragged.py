@@ -280,11 +280,11 @@ class RaggedCache(CommittedMemory[_Record]):
 
 
 def _checked_path(row: int, path: Path, tree: Topology | None) -> list[int]:
-    if tree is None:
-        if len(path):
-            raise ValueError(f"path of row {row}: it sat out, so its path is [], got {shown(path)}")
-        return []
     try:
-        return tree.check_path(path)
+        if tree is not None:
+            return tree.check_path(path)
+        if not isinstance(path, Sequence | Tensor) or len(path):
+            raise ValueError(f"path: this row has no tree, so keep nothing of it, [], got {shown(path)}")
     except ValueError as error:
         raise ValueError(f"row {row}: {error}") from None
+    return []
