@@ -7,13 +7,23 @@ cache, and each row keeps its own path.
 import copy
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from types import FunctionType
 from typing import TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from qwen_gdn.checked import checked_callables, checked_count, shown
-from qwen_gdn.decode import PREFILL_WINDOW, OnStage, Sampler, checked_prompt, checked_sampler, checked_stops, greedy
+from qwen_gdn.decode import (
+    PREFILL_WINDOW,
+    Draws,
+    OnStage,
+    Sampler,
+    checked_prompt,
+    checked_sampler,
+    checked_stops,
+    greedy,
+)
 from qwen_gdn.model import Hidden, LayerId, QwenGDN
 from qwen_gdn.ragged import RaggedCache
 
@@ -77,10 +87,7 @@ def generate_batch(
         checked_count(f"budget of row {row}", drafted, 0)
     room = max(prompt.shape[1] + count - 1 for prompt, count in zip(ids, counts, strict=True))
     memory = _fitting_cache(target, cache, batch, max(room, 1))
-    samplers = _each("sampler", sampler, batch, copy.deepcopy)
-    for row, draws in enumerate(samplers):
-        checked_callables(**{f"sampler of row {row}": draws})
-    drawing = [checked_sampler(target, *pair, 0, ()) for pair in zip(samplers, ids, strict=True)]
+    drawing = _drawing(target, _each("sampler", sampler, batch, copy.deepcopy), ids)
     drafters = _each("drafter", drafter, batch, lambda one: _replica(one, target))
     layers = _bound_alike(drafters, target)
     parts = zip(drafters, drawing, counts, budgets, strict=True)
@@ -178,10 +185,23 @@ def _fitting_cache(target: QwenGDN, cache: RaggedCache | None, batch: int, room:
     return cache
 
 
+def _drawing(target: QwenGDN, samplers: Sequence[Sampler], prompts: Sequence[Tensor]) -> list[Draws]:
+    """Each row's sampler, told of its prompt."""
+    for row, sampler in enumerate(samplers):
+        checked_callables(**{f"sampler of row {row}": sampler})
+    _check_distinct("sampler", [sampler for sampler in samplers if not isinstance(sampler, FunctionType)])
+    return [checked_sampler(target, *pair, 0, ()) for pair in zip(samplers, prompts, strict=True)]
+
+
+def _check_distinct(name: str, given: Sequence[object]) -> None:
+    """Raises ValueError if two rows would share what each changes by using it."""
+    if len({id(one) for one in given}) < len(given):
+        raise ValueError(f"{name}: two rows were given one and the same; give each its own, or a single one, no list")
+
+
 def _bound_alike(drafters: Sequence[Proposer], target: QwenGDN) -> tuple[LayerId, ...]:
     """Binds and resets the rows' proposers; the layers that all of them read."""
-    if len({id(drafter) for drafter in drafters}) < len(drafters):
-        raise ValueError("drafter: two rows were given one and the same proposer; give each its own, or one for all")
+    _check_distinct("drafter", drafters)
     layers = [bound_layers(drafter, target) for drafter in drafters]
     if len(set(layers)) > 1:
         found = " and ".join(map(str, dict.fromkeys(layers)))

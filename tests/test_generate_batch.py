@@ -37,7 +37,7 @@ from ddtree import (
     make_sampler,
 )
 from ddtree.recorded_drafter import RecordedDrafter
-from qwen_gdn import QwenGDN, RaggedCache, Topology, decode
+from qwen_gdn import QwenGDN, RaggedCache, Topology, decode, greedy
 from qwen_gdn.engine import Engine
 
 MODEL = small_model()
@@ -283,11 +283,12 @@ def test_a_batch_that_is_closed_leaves_every_row_at_its_last_round() -> None:
         ({"budget": [1, 2, 3]}, "budget: give one for all rows or one a row, got 3 for 2 prompts"),
         ({"sampler": [None, None]}, "sampler of row 0 must be callable, got None"),
         ({"sampler": make_sampler(logit_bias={40: 1.0})}, "40"),
+        ({"sampler": [make_sampler(1.0, seed=1)] * 2}, "sampler: two rows were given one and the same; .*no list"),
         ({"stop_ids": 3}, "stop_ids must be a collection"),
         ({"prefill_window": 0}, "prefill_window must be an int of at least 1"),
         ({"build": 3}, "build must be callable"),
         ({"drafter": [NoDrafts()]}, "drafter: give one for all rows or one a row, got 1 for 2 prompts"),
-        ({"drafter": [NoDrafts()] * 2}, "two rows were given one and the same proposer"),
+        ({"drafter": [NoDrafts()] * 2}, "drafter: two rows were given one and the same"),
         ({"drafter": [NoDrafts(), Reading([])]}, r"must read the same layers .* got \(\) and \(1, 'final', 0\)"),
         ({"cache": MODEL.new_cache(9)}, r"takes an empty cache of its size, new_cache\(6, batch=2, ragged=True\)"),
         ({"cache": MODEL.new_cache(9, batch=3, ragged=True)}, "takes an empty cache of its size"),
@@ -312,6 +313,11 @@ def test_a_cache_that_holds_something_or_has_a_window_open_is_refused() -> None:
     MODEL(torch.tensor([[1], [2]]), cache)
     with pytest.raises(ValueError, match=r"takes an empty cache .*lengths=\[1, 1\]"):
         generate_batch(MODEL, NoDrafts(), [[1], [2]], max_new_tokens=2, cache=cache)
+
+
+def test_a_function_that_samples_may_serve_several_rows() -> None:
+    batch = generate_batch(MODEL, NoDrafts(), PROMPTS, max_new_tokens=5, sampler=[greedy] * 4)
+    assert [emitted(row) for row in written(batch)] == [truth[:5] for truth in TRUTHS]
 
 
 def test_prompts_may_be_tensors_and_rows_of_one() -> None:
