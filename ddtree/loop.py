@@ -166,7 +166,7 @@ class Loop:
         if not live:
             return {}
         with self.on_stage("sample"):
-            logits = self.target.logits(last[[number for number, _ in live]])
+            logits = self.target.logits(last[indices([number for number, _ in live], last.device)])
             parts = zip(live, logits.split(1), strict=True)
             return {number: Round(row.cut(row.draws(part)), 0, 0) for (number, row), part in parts}
 

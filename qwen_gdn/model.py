@@ -125,11 +125,9 @@ class QwenGDN(nn.Module):
             self.check_memory(memory)
         own = [tokens.shape[1]] * len(tokens) if padding is None else padding.counts
         hidden = self._over(tokens, _taking(memory, own, tokens.shape[1]), capture)
-        return (
-            hidden
-            if padding is None
-            else Hidden(padding.restored(hidden.final), tuple(map(padding.restored, hidden.captured)))
-        )
+        if padding is None:
+            return hidden
+        return Hidden(padding.restored(hidden.final), tuple(map(padding.restored, hidden.captured)))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The head: [..., D] -> [..., vocab]."""
