@@ -4,12 +4,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .batch import generate_batch
     from .dflash2 import DFlash2Drafter
     from .dflash2_config import DFlash2Config
     from .drafter import DFlashDrafter
     from .drafter_config import DFlashConfig
-    from .loop import NoDrafts, Proposer, Round, Verified, generate
+    from .loop import Round, generate
     from .mtp import MTPDrafter
+    from .proposer import NoDrafts, Proposer
+    from .rows import Verified
     from .sampling import make_sampler
     from .scores import Scores
     from .scoring import calibrated, scored, tempered
@@ -41,6 +44,7 @@ __all__ = [
     "build_tree",
     "calibrated",
     "generate",
+    "generate_batch",
     "make_sampler",
     "scored",
     "stream",
@@ -58,21 +62,22 @@ _HOMES = {
     "DraftTree": "tree",
     "End": "streaming",
     "MTPDrafter": "mtp",
-    "NoDrafts": "loop",
-    "Proposer": "loop",
+    "NoDrafts": "proposer",
+    "Proposer": "proposer",
     "Round": "loop",
     "ScoredTree": "tree",
     "Scores": "scores",
     "Session": "session",
     "Step": "streaming",
     "Stream": "streaming",
-    "Verified": "loop",
+    "Verified": "rows",
     "accept": "tree",
     "build_chain": "tree",
     "build_spine": "tree",
     "build_tree": "tree",
     "calibrated": "scoring",
     "generate": "loop",
+    "generate_batch": "batch",
     "make_sampler": "sampling",
     "scored": "scoring",
     "stream": "streaming",

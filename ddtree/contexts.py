@@ -39,6 +39,14 @@ class Rewindable(Protocol):
         """Takes on a copy of what `snapshot` returned."""
 
 
+@runtime_checkable
+class Replicable(Protocol):
+    """A proposer of which there can be several over the same weights."""
+
+    def replica(self) -> Any:
+        """Another proposer of these weights, unbound, that has observed nothing and shares no context."""
+
+
 class RowCount(NamedTuple):
     """The context of a proposer that keeps nothing of its rows but their number."""
 

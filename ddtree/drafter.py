@@ -5,13 +5,14 @@ It knows no trees and no acceptance, and nothing it proposes can change what the
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, cast
+from copy import copy
+from typing import Any, NamedTuple, Protocol, Self, cast
 
 import torch
 from torch import Tensor, nn
 
-from qwen_gdn.cache import storage_bytes
 from qwen_gdn.config import ModelConfig
+from qwen_gdn.layer_cache import storage_bytes
 from qwen_gdn.norms import PlainRMSNorm
 from qwen_gdn.rope import Rotation, rotation
 
@@ -182,6 +183,12 @@ class DFlashDrafter(nn.Module):
         if self.config.window(kind) is None:
             return rows
         return Rows(*(part[:, :, :length].clone() for part in rows))
+
+    def replica(self) -> Self:
+        """Another proposer of these weights, unbound, that has observed nothing."""
+        other = copy(self)
+        other.reset()
+        return other
 
     @torch.no_grad()
     def observe(self, features: Tensor) -> None:

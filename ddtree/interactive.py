@@ -11,10 +11,10 @@ from weights import Tokenizer
 from weights.chat import Message
 from weights.files import one_line
 
-from .loop import Proposer
 from .options import Options
 from .page import Outcome, Page, as_json, write
 from .prepare import Job
+from .proposer import Proposer
 from .report import Figures, Meter
 from .session import Session
 from .streaming import Stream

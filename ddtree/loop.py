@@ -7,8 +7,8 @@ law of plain decoding; greedily it is plain decoding's output.
 """
 
 from collections.abc import Callable, Collection, Generator, Sequence
-from contextlib import nullcontext
-from typing import NamedTuple, Protocol
+from contextlib import closing, nullcontext
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,7 +17,6 @@ from qwen_gdn.cache import HybridCache
 from qwen_gdn.checked import checked_callables, checked_count
 from qwen_gdn.decode import (
     PREFILL_WINDOW,
-    Draws,
     HybridModel,
     OnStage,
     Sampler,
@@ -26,14 +25,13 @@ from qwen_gdn.decode import (
     checked_stops,
     fitting_cache,
     greedy,
-    prefill,
 )
-from qwen_gdn.model import Hidden, LayerId, checked_layers
+from qwen_gdn.model import Hidden
 from qwen_gdn.transfer import indices
 
-from .contexts import RowCount, check_crop
 from .drafts import checked_tree, limited, pruned
-from .scores import Scores
+from .proposer import Proposer, bound_layers
+from .rows import Alone, Forwards, Row, Verified, ignored
 from .tree import Build, DraftTree, accept, build_chain, build_tree
 
 
@@ -50,79 +48,8 @@ class Round(NamedTuple):
     accepted: int
 
 
-class Verified(NamedTuple):
-    """How a round with a verify came about; all of it lies on the host already.
-
-    tree: what was put before the target, a `ScoredTree` if the builder knows scores; without drafts, the root alone.
-    draws: the target's token at every node.
-    path: the nodes that the draws followed, root first, before any cut; the draw at its last node is the bonus.
-    budget: nodes that could have been drafted.
-    length: tokens in the cache before the round.
-    """
-
-    tree: DraftTree
-    draws: tuple[int, ...]
-    path: tuple[int, ...]
-    tokens: tuple[int, ...]
-    budget: int
-    length: int
-
-
-class Proposer(Protocol):
-    """Anything that guesses what the target will write next. Bad guesses cost time, never correctness."""
-
-    @property
-    def layers(self) -> Sequence[LayerId]:
-        """Target layers it reads, in the order wanted: id L is the output of layer L.
-
-        `"embedding"` is the embedding of the token itself, `"final"` the state after the final norm.
-        """
-
-    def bind(self, target: HybridModel) -> None:
-        """Meets the target, once per generation: checks the pairing and keeps what it needs of it."""
-
-    def reset(self) -> None:
-        """Forgets all rows."""
-
-    def observe(self, features: Tensor) -> None:
-        """Receives [1, T, len(layers) · D] of newly committed tokens; every committed row comes exactly once."""
-
-    def propose(self, root: int) -> Tensor | Scores:
-        """Draft logits [L, vocab] of independent positions after `root`, or `Scores`; L = 0 proposes nothing."""
-
-
-class NoDrafts:
-    """Proposes nothing: plain decoding as a case of the loop. Of the rows it observes it keeps their number."""
-
-    layers: Sequence[LayerId] = ()
-    context_length = 0
-    crop_floor = 0
-
-    def bind(self, target: HybridModel) -> None:
-        self._nothing = torch.empty(0, target.config.vocab_size)
-
-    def reset(self) -> None:
-        self.context_length = 0
-
-    def observe(self, features: Tensor) -> None:
-        self.context_length += features.shape[1]
-
-    def propose(self, root: int) -> Tensor:
-        return self._nothing
-
-    def crop(self, length: int) -> None:
-        check_crop(length, 0, self.context_length)
-        self.context_length = length
-
-    def snapshot(self) -> RowCount:
-        return RowCount(self.context_length)
-
-    def restore(self, kept: RowCount) -> None:
-        self.context_length = kept.length
-
-
-def ignored(verified: Verified) -> None:
-    """Nobody watches the rounds."""
+NOTHING = Round((), 0, 0)
+"""The round of a row that has ended before the others of its batch."""
 
 
 def never(token: int) -> bool:
@@ -180,124 +107,119 @@ def generate(
     stops = checked_stops(stop_ids)
     checked_callables(sampler=sampler, build=build, on_stage=on_stage, until=until, on_round=on_round)
     cache = fitting_cache(target, cache, prompt.shape[1] + max_new_tokens - 1)
-    draws = checked_sampler(target, sampler, prompt, cache, earlier_ids)
-    drafter.bind(target)
-    layers = checked_layers(drafter.layers, target.config.num_hidden_layers, "drafter: layers")
+    draws = checked_sampler(target, sampler, prompt, cache.length, earlier_ids)
+    layers = bound_layers(drafter, target)
     if cache.length == 0:
         drafter.reset()
 
     def ends(token: int) -> bool:
         return token in stops or until(token)
 
-    loop = _Loop(target, drafter, layers, cache, draws, ends, on_stage, on_round)
-    return loop.run(prompt, max_new_tokens, budget, build, prefill_window)
+    row = Row(drafter, draws, ends, max_new_tokens, budget, length=cache.length + prompt.shape[1], on_round=on_round)
+    loop = Loop(target, Alone(target, cache, layers, on_stage), [row], build, on_stage)
+    return _only(loop.run([prompt], prefill_window))
 
 
-class _Loop:
-    """The parts of one generation."""
+def _only(rounds: Generator[tuple[Round, ...], None, None]) -> Generator[Round, None, None]:
+    """The rounds of a generation of one row."""
+    with closing(rounds):
+        for (done,) in rounds:
+            yield done
+
+
+class Loop:
+    """The rounds of a generation of one row or more, each of which is as it would be alone."""
 
     def __init__(
-        self,
-        target: HybridModel,
-        drafter: Proposer,
-        layers: Sequence[LayerId],
-        cache: HybridCache,
-        draws: Draws,
-        ends: Callable[[int], bool],
-        on_stage: OnStage,
-        on_round: Callable[[Verified], None],
+        self, target: HybridModel, forwards: Forwards, rows: Sequence[Row], build: Build, on_stage: OnStage
     ) -> None:
         self.target = target
-        self.drafter = drafter
-        self.layers = layers
-        self.cache = cache
-        self.draws = draws
-        self.ends = ends
+        self.forwards = forwards
+        self.rows = rows
+        self.build = build
         self.on_stage = on_stage
-        self.on_round = on_round
-        self.ended = False
 
     @torch.no_grad()
-    def run(self, prompt: Tensor, count: int, budget: int, build: Build, window: int) -> Generator[Round, None, None]:
-        if count == 0:
-            with self.cache.transaction():
-                self.prefill(prompt[:, :-1], window)
-            return
-        with self.cache.transaction():
-            last = self.prefill(prompt, window)
-            with self.on_stage("sample"):
-                (root,) = self.cut(self.draws(self.target.logits(last)))
-        del last  # a view, which would keep the prompt's last window alive
-        self.draws.emitted([root])
-        count -= 1
-        yield Round((root,), 0, 0)
-        while count and not self.ended:
-            tree = self.draft(root, count - 1, budget, build)
-            with self.cache.transaction():
-                done = self.verify(tree, budget)
-            self.draws.emitted(done.tokens)
-            yield done
-            root = done.tokens[-1]
-            count -= len(done.tokens)
+    def run(self, prompts: Sequence[Tensor], window: int) -> Generator[tuple[Round, ...], None, None]:
+        """Yields a round of every row at a time, until all have ended; that of an ended row has no tokens.
 
-    def prefill(self, prompt: Tensor, window: int) -> Tensor:
-        def observe(hidden: Hidden) -> None:
-            with self.on_stage("draft"):
-                self.drafter.observe(_features(hidden))
+        Args:
+            prompts: int64 [1, T] of each row.
+        """
+        prompts = [prompt if row.left else prompt[:, :-1] for row, prompt in zip(self.rows, prompts, strict=True)]
+        with self.forwards.transaction():
+            rounds = self.begin(self.forwards.read(prompts, window, self.observe))
+        while rounds:
+            for number, done in rounds.items():
+                self.rows[number].emit(done.tokens)
+            yield tuple(rounds.get(number, NOTHING) for number in range(len(self.rows)))
+            trees = {number: self.draft(row) for number, row in self.live()}
+            with self.forwards.transaction():
+                rounds = self.verify(trees) if trees else {}
 
-        return prefill(
-            self.target,
-            prompt,
-            self.cache,
-            window=window,
-            capture=self.layers,
-            on_window=observe,
-            on_stage=self.on_stage,
-        )
+    def live(self) -> list[tuple[int, Row]]:
+        """The rows that have not ended, by their numbers."""
+        return [(number, row) for number, row in enumerate(self.rows) if row.left]
 
-    def draft(self, root: int, depth: int, budget: int, build: Build) -> DraftTree:
-        """The round's tree, no deeper than what could still be emitted beside the bonus."""
-        if depth == 0 or budget == 0:
-            return build_chain(root, torch.empty(0, 1), 0)
+    def observe(self, number: int, hidden: Hidden) -> None:
         with self.on_stage("draft"):
-            scores = limited(self.drafter.propose(root), depth)
-        with self.on_stage("build"):
-            tree = checked_tree(build(root, scores, budget), root, budget, self.target.config.vocab_size)
-            return pruned(tree, depth)
+            self.rows[number].drafter.observe(_features(hidden))
 
-    def verify(self, tree: DraftTree, budget: int) -> Round:
-        """Runs the target over the tree, follows its draws, and keeps the root and the emitted tokens but the last."""
-        length = self.cache.length
-        with self.on_stage("verify"):
-            hidden = self.forward(tree)
-            logits = self.target.logits(hidden.final[0])
+    def begin(self, last: Tensor) -> dict[int, Round]:
+        """The first round of each row: the token after its prompt, drawn from the last hidden states, [B, D]."""
+        live = self.live()
+        if not live:
+            return {}
         with self.on_stage("sample"):
-            draws = self.draws(logits, *tree)
-            path, bonus = accept(tree, torch.tensor(draws))
-            tokens = self.cut([*tree.tokens[path[1:]].tolist(), bonus])
+            logits = self.target.logits(last[indices([number for number, _ in live], last.device)])
+            parts = zip(live, logits.split(1), strict=True)
+            return {number: Round(row.cut(row.draws(part)), 0, 0) for (number, row), part in parts}
+
+    def draft(self, row: Row) -> DraftTree:
+        """The row's next tree, no deeper than what could still be emitted beside the bonus."""
+        depth = row.left - 1
+        if depth == 0 or row.budget == 0:
+            return build_chain(row.root, torch.empty(0, 1), 0)
+        with self.on_stage("draft"):
+            scores = limited(row.drafter.propose(row.root), depth)
+        with self.on_stage("build"):
+            tree = self.build(row.root, scores, row.budget)
+            return pruned(checked_tree(tree, row.root, row.budget, self.target.config.vocab_size), depth)
+
+    def verify(self, trees: dict[int, DraftTree]) -> dict[int, Round]:
+        """Runs the target over the trees, follows its draws, and keeps roots and the emitted tokens but the last.
+
+        Roots alone need no window, since they are kept whatever is drawn.
+        """
+        sizes = [len(tree.topology) for tree in trees.values()]
+        branched = max(sizes) > 1
+        with self.on_stage("verify"):
+            hidden = self.forwards.verify(trees, branched)
+            logits = self.target.logits(torch.cat([states.final[0] for states in hidden]))
+        with self.on_stage("sample"):
+            parts = zip(trees.items(), logits.split(sizes), strict=True)
+            walks = {number: walk(self.rows[number], tree, part) for (number, tree), part in parts}
         with self.on_stage("commit"):
-            self.keep(tree, path[: len(tokens)], hidden)
-        self.on_round(Verified(tree, tuple(draws), tuple(path), tokens, budget, length))
-        return Round(tokens, drafted=len(tree.topology) - 1, accepted=len(path) - 1)
+            paths = {number: [*done.path[: len(done.tokens)]] for number, done in walks.items()}
+            if branched:
+                self.forwards.commit(paths)
+            for states, (number, path) in zip(hidden, paths.items(), strict=True):
+                self.rows[number].drafter.observe(_features(states)[:, indices(path, states.final.device)])
+        for number, done in walks.items():
+            self.rows[number].on_round(done)
+        return {number: _told(done) for number, done in walks.items()}
 
-    def forward(self, tree: DraftTree) -> Hidden:
-        """The tree through a window; a root alone needs none, since it is kept whatever is drawn."""
-        memory = self.cache if len(tree.topology) == 1 else self.cache.branch(tree.topology)
-        hidden: Hidden = self.target(tree.tokens, memory, capture=self.layers)
-        return hidden
 
-    def cut(self, tokens: list[int]) -> tuple[int, ...]:
-        """What is emitted of them: up to the first that ends the generation."""
-        for count, token in enumerate(tokens, 1):
-            if self.ends(token):
-                self.ended = True
-                return tuple(tokens[:count])
-        return tuple(tokens)
+def walk(row: Row, tree: DraftTree, logits: Tensor) -> Verified:
+    """What the draws from the logits of a row's tree, [N, vocab], take of it."""
+    draws = row.draws(logits, *tree)
+    path, bonus = accept(tree, torch.tensor(draws))
+    tokens = row.cut([*tree.tokens[path[1:]].tolist(), bonus])
+    return Verified(tree, tuple(draws), tuple(path), tokens, row.budget, row.length)
 
-    def keep(self, tree: DraftTree, path: list[int], hidden: Hidden) -> None:
-        if len(tree.topology) > 1:
-            self.cache.commit(path)
-        self.drafter.observe(_features(hidden)[:, indices(path, hidden.final.device)])
+
+def _told(done: Verified) -> Round:
+    return Round(done.tokens, drafted=len(done.tree.topology) - 1, accepted=len(done.path) - 1)
 
 
 def _features(hidden: Hidden) -> Tensor:

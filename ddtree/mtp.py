@@ -127,6 +127,10 @@ class MTPDrafter:
         none = like.new_empty(1, config.num_key_value_heads, 0, config.head_dim)
         self._memory = _Memory(0, KVCache(none, none), like.new_empty(1, 0, 2 * config.hidden_size))
 
+    def replica(self) -> "MTPDrafter":
+        """Another proposer of this module, unbound, that has observed nothing."""
+        return MTPDrafter(self.mtp, depth=self.depth, width=self.width)
+
     @torch.no_grad()
     def observe(self, features: Tensor) -> None:
         """Takes in committed tokens; if anything raises, none of them.

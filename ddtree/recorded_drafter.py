@@ -12,8 +12,8 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from qwen_gdn.cache import storage_bytes
 from qwen_gdn.joined import join_projections
+from qwen_gdn.layer_cache import storage_bytes
 from qwen_gdn.model import LayerId
 from qwen_gdn.prefix import attend, attend_seen
 from qwen_gdn.recorded import Announce, Inputs, Recorded, applied, compiled, program_settings, unannounced
@@ -86,6 +86,10 @@ class RecordedDrafter:
         if kept.layers:
             self._prepared(kept.length).load(kept.layers)
         self._length = kept.length
+
+    def replica(self) -> DFlashDrafter:
+        """The drafter itself, eager, with a context of its own; programs hold the context of one sequence."""
+        return self.drafter.replica()
 
     @torch.no_grad()
     def observe(self, features: Tensor) -> None:

@@ -28,11 +28,11 @@ from .arguments import MTP, UsageError
 from .checkpoint_sampling import checkpoint_sampling
 from .drafter import DFlashDrafter
 from .interactive import converse
-from .loop import NoDrafts, Proposer
 from .mtp import MTPDrafter
 from .options import Options, parse, settled
 from .page import Outcome, Page, as_json, write
 from .prepare import Job, prepare
+from .proposer import NoDrafts, Proposer
 from .recorded_drafter import RecordedDrafter
 from .recording import opened, recorder_for, recording
 from .report import Figures, Meter, lines

@@ -17,7 +17,8 @@ from weights.tokenizer import Tokenizer
 
 from .boundaries import Boundaries, Boundary
 from .contexts import Rewindable
-from .loop import NoDrafts, Proposer, Round, generate
+from .loop import Round, generate
+from .proposer import NoDrafts, Proposer
 from .streaming import Drafting, Stream, ending
 
 _FIRST = 256  # tokens that memory is made for to begin with, if no capacity is stated

@@ -14,7 +14,9 @@ from qwen_gdn.decode import HybridModel, OnStage, Sampler, checked_prompt, check
 from weights.stops import StoppedText, checked_stop_strings
 from weights.stream import Spelling
 
-from .loop import Proposer, Round, Verified, generate, never
+from .loop import Round, generate, never
+from .proposer import Proposer
+from .rows import Verified
 from .tree import Build
 
 FinishReason = Literal["stop", "stop_string", "length", "context"]

@@ -8,6 +8,7 @@ from .history import Context, ContextSampler, History
 from .layer_cache import DeltaCache, KVCache
 from .model import Hidden, QwenGDN
 from .mtp import MTP
+from .ragged import RaggedBranch, RaggedCache
 from .topology import Topology
 
 __all__ = [
@@ -23,6 +24,8 @@ __all__ = [
     "KVCache",
     "ModelConfig",
     "QwenGDN",
+    "RaggedBranch",
+    "RaggedCache",
     "Sampler",
     "Topology",
     "decode",

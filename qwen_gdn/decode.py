@@ -139,7 +139,7 @@ def decode(
     stops = checked_stops(stop_ids)
     checked_callables(sampler=sampler)
     cache = fitting_cache(model, cache, prompt.shape[1] + max_new_tokens - 1)
-    draws = checked_sampler(model, sampler, prompt, cache, earlier_ids)
+    draws = checked_sampler(model, sampler, prompt, cache.length, earlier_ids)
     return _decode(model, prompt, max_new_tokens, stops, draws, cache)
 
 
@@ -225,9 +225,9 @@ def _checked_ids(what: str, given: Sequence[int] | Tensor, vocab: int) -> Tensor
 
 
 def checked_sampler(
-    model: HybridModel, sampler: Sampler, prompt: Tensor, cache: HybridCache, earlier_ids: Sequence[int] | Tensor
+    model: HybridModel, sampler: Sampler, prompt: Tensor, held: int, earlier_ids: Sequence[int] | Tensor
 ) -> Draws:
-    """The sampler, told of the prompt [1, T] and of what the cache holds before it.
+    """The sampler, told of the prompt [1, T] and of the `held` tokens that the cache holds before it.
 
     Raises:
         ValueError: it cannot draw from this vocabulary, or has to know tokens that were not given, or the earlier ids
@@ -239,7 +239,7 @@ def checked_sampler(
     if isinstance(sampler, ContextSampler):
         sampler.check(vocab)
         reads = sampler.reads_history
-    given, held = earlier.shape[1], cache.length
+    given = earlier.shape[1]
     if given != held and (given or reads):
         why = "this sampler depends on them" if not given else "leave them out or give all"
         raise ValueError(f"earlier_ids must be the {held} tokens that the cache holds, got {given}: {why}")
@@ -280,7 +280,8 @@ def fitting_cache(model: HybridModel, cache: HybridCache | None, count: int) -> 
         return model.new_cache(max(count, 1))
     model.check_memory(cache)
     if not isinstance(cache, HybridCache):
-        raise ValueError(f"decoding takes a cache, not a window on one, got {type(cache).__name__}")
+        got = type(cache).__name__
+        raise ValueError(f"decoding takes a cache, not a window on one, nor a ragged one, got {got}")
     if cache.batch != 1:
         raise ValueError(f"decoding takes a cache of batch 1, got batch {cache.batch}")
     cache.refuse_open_window("decoding")

@@ -8,11 +8,11 @@ from .layer_cache import DeltaCache, KVCache, LayerCache
 from .norms import at_least_float32
 
 
-def check_layers(layers: Sequence[LayerCache], capacity: int, length: int, logged: int) -> None:
+def check_layers(layers: Sequence[LayerCache], capacity: int, lengths: Sequence[int], logged: int) -> None:
     """Raises ValueError at the first layer that is out of step; it names the layer and both values.
 
     Args:
-        length: number of committed tokens, and so of rows of keys and values that count.
+        lengths: number of committed tokens of each row of the batch, and so of rows of keys and values that count.
         logged: number of tokens that every rollback log must hold.
     """
     every = [(i, t) for i, layer in enumerate(layers) for t in layer.tensors()]
@@ -27,7 +27,7 @@ def check_layers(layers: Sequence[LayerCache], capacity: int, length: int, logge
     _agree("dtype", ((i, t.dtype) for i, t in kv + columns), dtype)
     _agree("dtype of the state", ((i, t.dtype) for i, t in exact), at_least_float32(torch.empty(0, dtype=dtype)).dtype)
     _agree("length", ((i, layer.log.since.columns.shape[1]) for i, layer in deltas if layer.log), logged)
-    rows = [(i, t[:, :, :length]) for i, t in kv]
+    rows = [(i, t[b, :, :length]) for i, t in kv for b, length in enumerate(lengths)]
     for what, held in (("state or factors", exact), ("convolution columns", columns), ("keys or values", rows)):
         for i, t in held:
             if not bool(t.isfinite().all()):

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .conv import chain_conv, tree_conv
 from .delta_rule import delta_chain, delta_window
-from .layer_cache import DeltaCache, DeltaRows, KVCache, LayerCache, LayerLayout
+from .layer_cache import DeltaCache, DeltaRows, KVCache, LayerCache
 from .rope import Rotation
 from .transfer import indices
 
@@ -75,9 +75,9 @@ L = TypeVar("L")
 class Pass(NamedTuple, Generic[L]):
     """One forward's view of memory: what all layers share, and a lane for each.
 
-    positions: int64 [T], rotary position of each new token.
-    mask: bool [T, prefix + T], true where a token may attend; None means all of it, or, with `causal`, the
-        lower triangle.
+    positions: int64 [T], or [B, 1, T] if they differ over the batch; rotary position of each new token.
+    mask: bool [T, prefix + T], or [B, 1, T, prefix + T], true where a token may attend; None means all of it, or, with
+        `causal`, the lower triangle.
     """
 
     positions: Tensor
@@ -111,10 +111,6 @@ class TreeLanes(NamedTuple):
 class Memory(Protocol):
     """What the model's forward asks of a cache or of a window."""
 
-    @property
-    def layout(self) -> tuple[LayerLayout, ...]:
-        """What the layers remember, to be compared with the model's own."""
-
     def begin(self, batch: int, count: int) -> Pass[Any]:
         """The view for a forward over `count` tokens a row; raises if it may not run. Changes nothing committed."""
 
@@ -126,7 +122,7 @@ class FreshAttention:
     """Attention with nothing before the first token and no memory of it afterwards."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
-        return _attention(q, k, v, step)
+        return attention(q, k, v, step)
 
 
 class FreshDelta:
@@ -147,7 +143,7 @@ class ChainAttention:
         self._length = length
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
-        return _attention(q, *_write_rows(self._layer, self._length, k, v), step)
+        return attention(q, *_write_rows(self._layer, self._length, k, v), step)
 
     def committed(self) -> LayerCache:
         return self._layer
@@ -187,7 +183,7 @@ class TreeAttention:
     def attend(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
         self._k, self._v = k.contiguous(), v.contiguous()
         keys, values = (rows[:, :, : self._length] for rows in self._layer.tensors())
-        return _attention(q, torch.cat((keys, k), dim=2), torch.cat((values, v), dim=2), step)
+        return attention(q, torch.cat((keys, k), dim=2), torch.cat((values, v), dim=2), step)
 
     def committed(self, nodes: Tensor) -> LayerCache:
         _write_rows(self._layer, self._length, self._k[:, :, nodes], self._v[:, :, nodes])
@@ -225,7 +221,7 @@ class TreeDelta:
         return self._rows.tensors()
 
 
-def _attention(q: Tensor, keys: Tensor, values: Tensor, step: Step) -> Tensor:
+def attention(q: Tensor, keys: Tensor, values: Tensor, step: Step) -> Tensor:
     return F.scaled_dot_product_attention(q, keys, values, attn_mask=step.mask, is_causal=step.causal, enable_gqa=True)
 
 

@@ -1,5 +1,6 @@
 """Committed memory of one layer, by kind. Values are replaced, never repaired: see `HybridCache`."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -156,6 +157,12 @@ def moved(source: LayerCache, target: LayerCache, length: int) -> LayerCache:
         target.values[:, :, :length] = source.values[:, :, :length]
         return target
     return source.clone()
+
+
+def storage_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of the distinct storages behind the tensors, so that a view counts all that it keeps alive."""
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    return sum(storages.values())
 
 
 def _last_columns(before: Tensor, after: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """The hybrid text model: embedding, layers, final norm, head. It knows caches and topologies, never drafts."""
 
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
 import torch.nn.functional as F
@@ -17,8 +17,11 @@ from .layer_cache import KVCache, LayerCache, LayerLayout, empty_delta_cache
 from .mlp import MLP
 from .moe import SparseMoE
 from .norms import RMSNorm
+from .padding import LeftPadding
+from .ragged import Appending, RaggedBranch, RaggedCache
 from .rope import rotation
 
+CacheOrBranch = HybridCache | Branch | RaggedCache | RaggedBranch
 LayerId = int | Literal["embedding", "final"]
 
 
@@ -96,27 +99,39 @@ class QwenGDN(nn.Module):
         return self.embed_tokens.weight.device
 
     def forward(
-        self, tokens: Tensor, memory: HybridCache | Branch | None = None, *, capture: Sequence[LayerId] = ()
+        self,
+        tokens: Tensor,
+        memory: CacheOrBranch | None = None,
+        *,
+        mask: Tensor | None = None,
+        capture: Sequence[LayerId] = (),
     ) -> Hidden:
         """Runs the layers over new tokens.
 
         Args:
-            tokens: integers [B, T], or [T] for a batch of one. For a branch T is its number of nodes.
+            tokens: integers [B, T], or [T] for a batch of one. For a branch T is its number of nodes (a ragged one's
+                greatest; what stands past a row's own nodes is not used).
             memory: the cache to extend, the branch to fill, or None.
+            mask: for rows of different lengths: bool, or 0 and 1, of the tokens' shape; 0 at padding, which stands on
+                the left and may be any integer. Results are those without padding, and 0 at padding. Into a cache
+                padding needs a ragged one, where a row of padding alone sits the forward out.
             capture: layer ids (0-based; id L is the output of layer L) whose outputs to return, in this order;
                 `"embedding"` is what the first layer reads, `"final"` the state after the final norm.
 
         Raises:
-            ValueError: tokens, memory or layer ids are not what the model can take. Nothing is changed.
+            ValueError: tokens, memory, mask or layer ids are not what the model can take. Nothing is changed.
             RuntimeError: a window is open, or the branch is closed or was run before. Nothing is changed.
         """
-        tokens = self.checked_tokens(tokens)
+        padding = None if mask is None else LeftPadding(mask, tokens)
+        tokens = self.checked_tokens(tokens if padding is None else padding.aligned(tokens))
         capture = self.checked_layers(capture)
-        if memory is None:
-            return self._run(tokens, self._fresh_pass(tokens.shape[1]), capture)
-        # Autocast would round the delta rule, and leave rows of another dtype than the cache's.
-        with torch.no_grad(), torch.autocast(self.device.type, enabled=False):
-            return self._remember(tokens, memory, capture)
+        if memory is not None:
+            self.check_memory(memory)
+        own = [tokens.shape[1]] * len(tokens) if padding is None else padding.counts
+        hidden = self._over(tokens, _taking(memory, own, tokens.shape[1]), capture)
+        if padding is None:
+            return hidden
+        return Hidden(padding.restored(hidden.final), tuple(map(padding.restored, hidden.captured)))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The head: [..., D] -> [..., vocab]."""
@@ -127,35 +142,56 @@ class QwenGDN(nn.Module):
         """Token embeddings: integers [...] -> [..., D]."""
         return F.embedding(tokens, self.embed_tokens.weight)
 
-    def new_cache(self, capacity: int, batch: int = 1, rollback: int = 0) -> HybridCache:
+    @overload
+    def new_cache(self, capacity: int, batch: int = 1, rollback: int = 0) -> HybridCache: ...
+
+    @overload
+    def new_cache(self, capacity: int, batch: int = 1, *, ragged: Literal[True]) -> RaggedCache: ...
+
+    @overload
+    def new_cache(
+        self, capacity: int, batch: int = 1, rollback: int = 0, ragged: bool = False
+    ) -> HybridCache | RaggedCache: ...
+
+    def new_cache(
+        self, capacity: int, batch: int = 1, rollback: int = 0, ragged: bool = False
+    ) -> HybridCache | RaggedCache:
         """Empty memory for `batch` sequences of up to `capacity` tokens, on the model's device.
 
         Args:
             rollback: how many of the last tokens `crop` must be able to take back; costs their factors.
+            ragged: whether each row has a length of its own; such a cache has no rollback.
 
         Raises:
-            ValueError: a number is negative, or capacity or batch is 0.
+            ValueError: a number is negative, or capacity or batch is 0, or a ragged cache is to roll back.
         """
         for name, value, least in (("capacity", capacity, 1), ("batch", batch, 1), ("rollback", rollback, 0)):
             checked_count(f"new_cache: {name}", value, least)
+        if ragged and rollback:
+            raise ValueError(f"new_cache: a ragged cache keeps no log to roll back by, got rollback {rollback}; pass 0")
         kinds = self.config.layer_types
         with torch.inference_mode(False):  # rows made in that mode could not be written outside it
-            return HybridCache((self._empty_layer(k, capacity, batch, rollback > 0) for k in kinds), capacity, rollback)
+            layers = [self._empty_layer(kind, capacity, batch, rollback > 0) for kind in kinds]
+            return RaggedCache(layers, batch, capacity) if ragged else HybridCache(layers, capacity, rollback)
 
-    def check_memory(self, memory: Memory) -> None:
+    def check_memory(self, memory: object) -> None:
         """Raises ValueError if this is no cache or branch, or one of another architecture or dtype."""
-        if not isinstance(memory, HybridCache | Branch):
+        if not isinstance(memory, CacheOrBranch):
             needs = "a cache made by new_cache or a branch of one"
             raise ValueError(f"memory must be {needs}, got {type(memory).__name__} {shown(memory)}")
         if memory.layout != self._layout():
             raise ValueError("the cache is one of another architecture or dtype; make it with this model's new_cache")
 
-    def _remember(self, tokens: Tensor, memory: Memory, capture: Sequence[LayerId]) -> Hidden:
-        self.check_memory(memory)
-        view = memory.begin(*tokens.shape)
-        hidden = self._run(tokens, view, capture)
-        memory.finish(view)
-        return hidden
+    def _over(self, tokens: Tensor, memory: Memory | None, capture: Sequence[LayerId]) -> Hidden:
+        """`forward` over tokens [B, T] that fit the memory."""
+        if memory is None:
+            return self._run(tokens, self._fresh_pass(tokens.shape[1]), capture)
+        # Autocast would round the delta rule, and leave rows of another dtype than the cache's.
+        with torch.no_grad(), torch.autocast(self.device.type, enabled=False):
+            view = memory.begin(*tokens.shape)
+            hidden = self._run(tokens, view, capture)
+            memory.finish(view)
+            return hidden
 
     def _run(self, tokens: Tensor, view: Pass[Any], capture: Sequence[LayerId]) -> Hidden:
         c = self.config
@@ -210,6 +246,19 @@ class QwenGDN(nn.Module):
     def checked_layers(self, capture: Sequence[LayerId]) -> tuple[LayerId, ...]:
         """The layer ids, if there are such layers; ValueError names the first that is none."""
         return checked_layers(capture, len(self.layers))
+
+
+def _taking(memory: CacheOrBranch | None, own: Sequence[int], width: int) -> Memory | None:
+    """The memory as a forward takes it in whose rows of `width` tokens the first `own` of each are not padding."""
+    if isinstance(memory, RaggedCache):
+        return Appending(memory, own)
+    if min(own) == 0:
+        raise ValueError(f"mask: row {own.index(0)} has no token of its own, which only a ragged cache can take")
+    if memory is not None and min(own) < width:
+        raise ValueError(
+            f"mask: padding goes into a cache made with new_cache(..., ragged=True) alone, got {shown(memory)}"
+        )
+    return memory
 
 
 def checked_layers(layers: Sequence[LayerId], count: int, what: str = "capture") -> tuple[LayerId, ...]:

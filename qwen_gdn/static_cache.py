@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from .cache import HybridCache, storage_bytes
+from .cache import HybridCache
 from .config import LayerType, ModelConfig
-from .layer_cache import DeltaCache, KVCache, LayerCache, moved
+from .layer_cache import DeltaCache, KVCache, LayerCache, moved, storage_bytes
 from .norms import at_least_float32
 
 BANKS = (0, 1)

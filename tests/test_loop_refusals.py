@@ -14,7 +14,7 @@ from tiny import tiny_model
 from torch import Tensor
 
 from ddtree import DFlashDrafter, DraftTree, NoDrafts, Scores, build_chain, build_tree, generate
-from ddtree.loop import Build
+from ddtree.tree import Build
 from qwen_gdn import Topology, decode, greedy
 
 PROMPT = [1, 2, 3]

@@ -9,6 +9,7 @@ import pytest
 
 import ddtree.recorded_drafter
 import qwen_gdn.program_set
+from ddtree import generate, make_sampler
 from ddtree.trace import lines
 from qwen_gdn import decode
 
@@ -64,6 +65,16 @@ def traced(names: Names) -> str:
     return names["tokenizer"].decode(written) + "\n"
 
 
+def batch_of_rows(names: Names) -> str:
+    """Each row is its own generation, with a sampler of its seed."""
+    target, drafter, tokenizer, texts = names["target"], names["drafter"], names["tokenizer"], []
+    for row, (prompt, count) in enumerate(zip(names["prompts"], (32, 24, 24), strict=True)):
+        sampler = make_sampler(0.5, seed=row)
+        rounds = generate(target, drafter, prompt, max_new_tokens=count, budget=8, sampler=sampler)
+        texts.append(tokenizer.decode([*prompt, *(token for done in rounds for token in done.tokens)]))
+    return "\n".join(texts) + "\n"
+
+
 def forked_cache(names: Names) -> str:
     """Each continuation is that of the prompt and its own start, whatever the other one was."""
     target, tokenizer = names["target"], names["tokenizer"]
@@ -87,6 +98,7 @@ EXAMPLES: list[Callable[[Names], str]] = [
     streamed,
     conversation,
     traced,
+    batch_of_rows,
     forked_cache,
     engine,
 ]
@@ -99,7 +111,7 @@ def test_every_example_is_checked() -> None:
 @pytest.mark.parametrize(
     ("code", "wanted"),
     list(zip(BLOCKS, EXAMPLES, strict=False)),
-    ids=["round by hand", "own proposer", "stream", "session", "trace", "fork", "engine"],
+    ids=["round by hand", "own proposer", "stream", "session", "trace", "batch", "fork", "engine"],
 )
 def test_an_example_of_the_readme_prints_what_it_should(
     code: str,

@@ -19,7 +19,7 @@ from torch import Tensor
 
 import ddtree.loop
 import ddtree.recorded_drafter
-import qwen_gdn.cache
+import qwen_gdn.committed
 import qwen_gdn.program_set
 from ddtree import DFlashConfig, DFlashDrafter, End, NoDrafts, Round, Step, Stream, generate, make_sampler
 from ddtree.boundaries import Boundaries
@@ -577,7 +577,7 @@ def _filled(count: int) -> HybridCache:
 
 def test_an_interrupted_restore_leaves_an_empty_cache() -> None:
     cache = _filled(9)
-    with raising_at(qwen_gdn.cache, "moved", 1, KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+    with raising_at(qwen_gdn.committed, "moved", 1, KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
         cache.restore(_filled(8))
     check_holds(cache, MODEL, [])
 

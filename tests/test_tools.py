@@ -12,10 +12,10 @@ from proposers import Branching, Random, Right, Scattered
 from test_gpu_parity import TOY, check_bfloat16, check_convolution, check_float32, check_generate, check_tree, margin
 from tiny import oracle, random_tokens, seeded, tiny_model
 
-from ddtree import NoDrafts, Proposer, Round, build_chain, build_tree, generate
+from ddtree import NoDrafts, Proposer, Round, build_chain, build_tree, generate, generate_batch
 from qwen_gdn import QwenGDN, Topology, decode
 from tools import bench, layer_diff
-from tools.measure import exactness
+from tools.measure import batch, exactness
 from tools.measure.acceptance import Forced, contexts, followed, in_use, loops, teacher_forced
 from tools.measure.exactness import DifferentOutputError, Referee
 from tools.measure.parts import builder_times, window_bytes
@@ -289,6 +289,35 @@ def test_bench_measures_acceptance(pair_arguments: list[str], capsys: pytest.Cap
     assert "teacher-forced" in out and "continuations loop" in out
 
 
+def test_bench_measures_a_batch_of_ever_shorter_prompts(
+    pair_arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert bench.main([*pair_arguments, "--batch", "--rounds", "2"]) == 0
+    out = capsys.readouterr().out
+    (found,) = json.loads(out.splitlines()[-1])["sets"]
+    assert found["prompts"] == 3 and found["near_ties"] == []
+    assert [each["mode"] for each in found["modes"]] == ["plain", "tree 2", "tree 6"]
+    for each in found["modes"]:
+        together, alone = each["forwards"]
+        assert 0 < together < alone <= 3 * 7 and each["together"]["low"] > 0 and each["gain"]["low"] > 0
+    assert found["modes"][0]["forwards"] == [7, 21] and found["modes"][0]["tau"] == 1.0
+    assert "one by one" in out
+
+
+def test_bench_gives_no_figure_for_a_batch_that_writes_something_else(
+    model: QwenGDN, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def spoilt(*args: Any, **kwargs: Any) -> Iterator[tuple[Round, ...]]:
+        for one, other in generate_batch(*args, **kwargs):
+            yield one, other._replace(tokens=tuple((token + 1) % 97 for token in other.tokens))
+
+    monkeypatch.setattr("tools.measure.batch.generate_batch", spoilt)
+    with pytest.raises(DifferentOutputError, match="row 1, tree 2: token 0 is"):
+        batch.measure(
+            Pair(model, NoDrafts()), [prompt_of(3), prompt_of(4)], [Mode("tree", 2)], alternations=1, count=COUNT
+        )
+
+
 def test_bench_fails_if_a_tree_that_holds_the_chain_accepts_less(
     pair_arguments: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -336,6 +365,7 @@ NO_CUDA = pytest.mark.skipif(torch.cuda.is_available(), reason="asks for a devic
         (["--builder", "--budgets", "4"], "--budgets is not used when builder is measured"),
         (["--builder", "--target", "bundled"], "--target is not used when builder is measured"),
         (["--acceptance", "--rounds", "3"], "--rounds is not used when acceptance is measured"),
+        (["--batch", "--layers", "3"], "--layers is not used when batch is measured"),
         (["--layers", "3"], "--layers is not used when speed is measured"),
         (["--gpu", "--max-new-tokens", "9"], "--max-new-tokens is not used when gpu is measured"),
         (["--gpu"], "--gpu needs --target-config and --drafter-config"),

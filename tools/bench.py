@@ -2,6 +2,7 @@
 
     python tools/bench.py                  tokens a second: plain, chain, tree at each budget, alternating
     python tools/bench.py --acceptance     accepted length in use and teacher-forced, no timing
+    python tools/bench.py --batch          prompts of different lengths together against one after another
     python tools/bench.py --builder        the tree builder alone, at the published vocabulary
     python tools/bench.py --gpu --target-config FILE --drafter-config FILE
                                            the graph engine over random weights of that shape, beside the read floor;
@@ -33,17 +34,19 @@ if not __package__:
 from qwen_gdn.stated import read_object
 from tools.measure import tables
 from tools.measure.acceptance import in_use, teacher_forced
+from tools.measure.batch import measure as measure_batch
 from tools.measure.gpu import Shape
 from tools.measure.gpu import measure as measure_gpu
 from tools.measure.options import DTYPES, circumstances, parse
 from tools.measure.parts import builder_times, window_bytes
 from tools.measure.prompts import PromptSet, read_prompts
-from tools.measure.runs import Mode, Pair
+from tools.measure.runs import PLAIN, Mode, Pair
 from tools.measure.speed import measure, modes_of
 from weights import load_drafter, load_target, load_tokenizer
 
 BUNDLED_PROMPTS = Path(__file__).resolve().parents[1] / "weights" / "bundled" / "prompts"
 SPEED_PROMPTS = 10
+BATCH_ROWS = 8
 
 
 class Result(NamedTuple):
@@ -55,7 +58,7 @@ class Result(NamedTuple):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = parse((__doc__ or "").split("\n\n")[0], (speed, acceptance, builder, gpu), arguments)
+    options = parse((__doc__ or "").split("\n\n")[0], (speed, acceptance, batch, builder, gpu), arguments)
     torch.set_num_threads(options.threads)
     try:
         result = options.measure(options)
@@ -104,6 +107,21 @@ def acceptance(options: argparse.Namespace) -> Result:
             | _ties(used.ties)
         )
     return Result(lines, {"sets": figures, "dtype": str(pair.target.dtype)}, sound)
+
+
+def batch(options: argparse.Namespace) -> Result:
+    """Tokens a second of a ragged batch, its prompts of each set ever shorter, against one row after another."""
+    pair, _ = _load(options)
+    modes = [PLAIN, *(Mode("tree", budget) for budget in options.budgets)]
+    lines, figures = [], []
+    for prompts in _prompt_sets(options, BATCH_ROWS, only_first=True):
+        rows = len(prompts.prompts)
+        ragged = [prompt[len(prompt) * row // (2 * rows) :] for row, prompt in enumerate(prompts.prompts)]
+        found, ties = measure_batch(pair, ragged, modes, alternations=options.rounds, count=options.max_new_tokens)
+        prompts = prompts._replace(prompts=ragged)
+        lines += [*tables.heading(prompts), *tables.batch(found, ties), ""]
+        figures.append(_about(prompts) | {"modes": [each.as_json() for each in found]} | _ties(ties))
+    return Result(lines, {"sets": figures, "dtype": str(pair.target.dtype)})
 
 
 def builder(options: argparse.Namespace) -> Result:

@@ -32,7 +32,7 @@ from tiny import randint, random_tokens, seeded, tiny_model  # noqa: E402
 
 from ddtree import NoDrafts, Proposer, build_chain, build_tree, generate  # noqa: E402
 from ddtree.arguments import source  # noqa: E402
-from ddtree.loop import Build  # noqa: E402
+from ddtree.tree import Build  # noqa: E402
 from qwen_gdn import QwenGDN, decode  # noqa: E402
 from tools.arguments import documented_parser  # noqa: E402
 from weights import load_drafter, load_target  # noqa: E402

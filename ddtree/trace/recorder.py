@@ -13,8 +13,9 @@ from torch import Tensor
 from weights.files import one_line
 from weights.stream import Spelling, TextStream
 
-from ..loop import Round, Verified
+from ..loop import Round
 from ..report import Meter
+from ..rows import Verified
 from ..streaming import End, Event, Step, Stream
 from ..tree import ScoredTree
 from .records import EndRecord, Reason, RunRecord, Trace

@@ -29,7 +29,13 @@ DEFAULTS: dict[str, Any] = {
 }
 _PAIR = ("target", "drafter", "prompts", "limit", "budgets", "max_new_tokens", "threads", "device", "dtype")
 _GPU = ("target_config", "drafter_config", "layers", "sizes", "chunks", "prefixes", "rounds", "threads")
-USED = {"speed": (*_PAIR, "rounds"), "acceptance": _PAIR, "builder": ("threads",), "gpu": (*_GPU, "device", "dtype")}
+USED = {
+    "speed": (*_PAIR, "rounds"),
+    "acceptance": _PAIR,
+    "batch": (*_PAIR, "rounds"),
+    "builder": ("threads",),
+    "gpu": (*_GPU, "device", "dtype"),
+}
 """The options that each measurement reads; any other is refused rather than ignored."""
 
 
@@ -70,7 +76,7 @@ def _add_pair(parser: ToolParser) -> None:
     add("--prompts", nargs="+", type=file, metavar="FILE", help="default: those of the bundled pair")
     add("--limit", type=whole(1), help="prompts of each set that are used")
     add("--budgets", type=_budgets, help=f"comma-separated (default: {_listed('budgets')})")
-    add("--rounds", type=whole(1), help="alternations of the speed measurement (default: 5)")
+    add("--rounds", type=whole(1), help="alternations of a speed measurement (default: 5)")
     add("--max-new-tokens", type=whole(2), help="default: 64")
     add("--threads", type=whole(1), help="of torch (default: 2)")
     add("--device", type=device, help="cpu, cuda or cuda:N (default: cpu)")

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from tools.measure.acceptance import Forced, UseOfSet
+from tools.measure.batch import Batched
 from tools.measure.exactness import NearTie
 from tools.measure.parts import BuilderTimes, WindowBytes
 from tools.measure.prompts import PromptSet
@@ -55,6 +56,17 @@ def acceptance(used: UseOfSet, forced: Sequence[Forced]) -> Iterator[str]:
             f"    {row.budget:<7} {row.chain:6.2f} {row.tree:6.2f} {row.tree_below:12} {row.spine:16.2f} "
             f"{row.spine_below:12}"
         )
+
+
+def batch(found: Sequence[Batched], ties: Sequence[tuple[str, NearTie]]) -> Iterator[str]:
+    """One line a mode."""
+    yield f"  {'mode':<9} {'together, tok/s':<25} {'one by one, tok/s':<25} {'x one by one':<20} {'tau':>5}  forwards"
+    for each in found:
+        yield (
+            f"  {each.mode!s:<9} {each.together!s:<25} {each.alone!s:<25} {each.gain!s:<20} {each.tau:5.2f}  "
+            f"{each.forwards[0]} against {each.forwards[1]}"
+        )
+    yield from _ties(ties)
 
 
 def window(found: WindowBytes) -> Iterator[str]:

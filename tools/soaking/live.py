@@ -16,9 +16,9 @@ from proposers import Reading
 from torch import Tensor
 
 from qwen_gdn import HybridCache, Topology
-from qwen_gdn.cache import storage_bytes
 from qwen_gdn.decode import HybridModel
 from qwen_gdn.engine import IDLE, Engine
+from qwen_gdn.layer_cache import storage_bytes
 from qwen_gdn.model import LayerId
 
 from .runners import CHUNKS, SIZES
