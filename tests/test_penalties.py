@@ -505,4 +505,4 @@ def test_on_a_gpu_logits_are_changed_alike_and_the_host_never_waits() -> None:
         changed = adjusted(there, context, **EVERY)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert torch.equal(changed.cpu(), wanted)
+    torch.testing.assert_close(changed.cpu(), wanted, rtol=1e-6, atol=1e-6)  # devices round powers differently
