@@ -28,7 +28,7 @@ from tools.measure.eight_bits import draw_eight_bits, is_in_eight_bits, put_in_e
 from tools.measure.floor import Floor, experts_used
 from tools.parity.theirs import twin
 
-MOST = 60  # kernels that are listed of a forward
+MOST = 14  # kernels that are listed of a forward
 PROFILED = 3  # calls whose kernels are listed
 SPARE = 2048  # rows that the measurements at one prefix may add
 
