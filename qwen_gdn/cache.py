@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .checked import as_integer, shown
-from .integrity import check_layers
+from .integrity import check_agreement, check_layers
 from .lanes import ChainAttention, ChainDelta, ChainLane, Filled, Pass, TreeAttention, TreeDelta, TreeLane, TreeLanes
 from .layer_cache import DeltaCache, KVCache, LayerCache, LayerLayout, moved
 from .topology import Path, Topology
@@ -340,6 +340,10 @@ class HybridCache:
         Rows of keys and values past the length are scratch and may hold anything.
         """
         check_layers(self.layers, self.capacity, self.length, logged=self.length - self.crop_floor)
+
+    def check_agreement(self) -> None:
+        """Raises ValueError as `check` does if layers disagree; costs no look at their numbers."""
+        check_agreement(self.layers, self.capacity, logged=self.length - self.crop_floor)
 
     @property
     def _any_tensor(self) -> Tensor:

@@ -281,6 +281,7 @@ def fitting_cache(model: HybridModel, cache: HybridCache | None, count: int) -> 
     model.check_memory(cache)
     if not isinstance(cache, HybridCache):
         raise ValueError(f"decoding takes a cache, not a window on one, got {type(cache).__name__}")
+    cache.check_agreement()
     if cache.batch != 1:
         raise ValueError(f"decoding takes a cache of batch 1, got batch {cache.batch}")
     cache.refuse_open_window("decoding")

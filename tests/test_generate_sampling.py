@@ -33,6 +33,7 @@ def test_a_seed_repeats_the_output_and_another_does_not() -> None:
     assert emitted(run(3)) != emitted(run(4))
 
 
+@pytest.mark.case(37)
 def test_temperature_towards_zero_is_greedy() -> None:
     for temperature in (0.0, 1e-6, 1e-12):
         for make in (Right, Wrong, Scattered):

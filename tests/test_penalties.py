@@ -219,7 +219,8 @@ SETTINGS = [
 PLAIN = list(decode(MODEL, PROMPT, max_new_tokens=40))
 
 
-@pytest.mark.parametrize("settings", SETTINGS, ids=lambda settings: f"case 37: {settings}")
+@pytest.mark.case(37)
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_greedy_output_of_tree_and_chain_is_that_of_plain_decoding(settings: dict[str, Any]) -> None:
     sampler = make_sampler(**settings)
     truth = list(decode(MODEL, PROMPT, max_new_tokens=40, sampler=sampler))
@@ -235,6 +236,7 @@ def test_greedy_output_of_tree_and_chain_is_that_of_plain_decoding(settings: dic
     assert accepted > 80
 
 
+@pytest.mark.case(37)
 def test_plain_greedy_decoding_with_penalties_is_that_of_a_naive_loop() -> None:
     text = list(PROMPT)
     for _ in range(40):
@@ -394,6 +396,7 @@ def test_a_walk_that_prefers_the_first_child_is_caught_in_generate(monkeypatch: 
     assert misfit(build_tree, "one token only", 200) < LAWS
 
 
+@pytest.mark.case(38)
 @pytest.mark.parametrize(
     ("settings", "fault"),
     [
@@ -415,7 +418,7 @@ def test_a_walk_that_prefers_the_first_child_is_caught_in_generate(monkeypatch: 
         ({"logit_bias": {3: -math.inf}}, "logit_bias must lie in .*, got -inf at 3"),
         ({"logit_bias": {3: None}}, "logit_bias must lie in .*, got None at 3"),
     ],
-    ids=lambda value: f"case 38: {value}" if isinstance(value, dict) else "",
+    ids=lambda value: str(value) if isinstance(value, dict) else "",
 )
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_settings_out_of_range_are_refused(settings: dict[str, Any], fault: str, temperature: float) -> None:
