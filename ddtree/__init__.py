@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from .drafter_config import DFlashConfig
     from .loop import NoDrafts, Proposer, Round, generate
     from .mtp import MTPDrafter
+    from .numerics import debug_numerics
     from .sampling import make_sampler
     from .session import Session
     from .streaming import End, Step, Stream, stream
@@ -34,6 +35,7 @@ __all__ = [
     "accept",
     "build_chain",
     "build_tree",
+    "debug_numerics",
     "generate",
     "make_sampler",
     "stream",
@@ -60,6 +62,7 @@ _HOMES = {
     "accept": "tree",
     "build_chain": "tree",
     "build_tree": "tree",
+    "debug_numerics": "numerics",
     "generate": "loop",
     "make_sampler": "sampling",
     "stream": "streaming",

@@ -7,7 +7,7 @@ import os
 import sys
 import textwrap
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import NoReturn
 
 from .interrupts import STATUS as INTERRUPTED
@@ -30,9 +30,10 @@ from .drafter import DFlashDrafter
 from .interactive import converse
 from .loop import NoDrafts, Proposer
 from .mtp import MTPDrafter
+from .numerics import debug_numerics
 from .options import Options, parse, settled
 from .page import Outcome, Page, as_json, write
-from .prepare import prepare
+from .prepare import Job, prepare
 from .recorded_drafter import RecordedDrafter
 from .report import Figures, Meter, lines
 from .sources import check_source
@@ -83,9 +84,14 @@ def _run(options: Options) -> int:
     for note in (*options.notes, *job.notes):
         _say(f"note: {note}")
     meter = Meter(options.device)
-    target, drafter = _models(options, meter)
-    if options.interactive:
-        return converse(options, job, target, drafter, meter)
+    with _models(options, meter) as (target, drafter):
+        if options.interactive:
+            return converse(options, job, target, drafter, meter)
+        return _once(options, job, target, drafter, meter)
+
+
+def _once(options: Options, job: Job, target: HybridModel, drafter: Proposer, meter: Meter) -> int:
+    """Writes what follows the prompt and says how it went; the exit status."""
     page = Page(options.prompt or "" if options.echo else "")
     with _prefill_progress(meter.stage, len(job.prompt_ids)) as on_stage:
         events = stream(
@@ -109,12 +115,15 @@ def _run(options: Options) -> int:
     return INTERRUPTED if outcome.finish_reason == "interrupted" else 0
 
 
-def _models(options: Options, meter: Meter) -> tuple[HybridModel, Proposer]:
-    """The target and what proposes to it, as models or as their programs."""
+@contextmanager
+def _models(options: Options, meter: Meter) -> Iterator[tuple[HybridModel, Proposer]]:
+    """The target and what proposes to it, as models, watched while this is open if so asked, or as their programs."""
     drafter = _drafter(options)  # first, for it is small: what is wrong with it shows before a target is read
     target = load_target(options.target, device=options.device, dtype=options.dtype)
     if options.engine == "eager":
-        return target, drafter
+        with debug_numerics(target, drafter) if options.debug_numerics else nullcontext(target) as watched:
+            yield watched, drafter
+        return
 
     @contextmanager
     def announce(program: str) -> Iterator[None]:
@@ -125,7 +134,7 @@ def _models(options: Options, meter: Meter) -> tuple[HybridModel, Proposer]:
 
     engine = Engine(target, announce=announce)
     recorded = RecordedDrafter(drafter, announce=announce) if isinstance(drafter, DFlashDrafter) else drafter
-    return engine, recorded
+    yield engine, recorded
 
 
 def _drafter(options: Options) -> Proposer:

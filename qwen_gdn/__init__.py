@@ -1,6 +1,7 @@
 """Qwen3.5/3.6/3.8 hybrid models (Gated DeltaNet + gated attention) in pure PyTorch, and their exact cache."""
 
 from .cache import Branch, HybridCache
+from .checked import NonFiniteError
 from .config import ModelConfig
 from .decode import Sampler, decode, greedy, prefill
 from .delta_rule import Factors, delta_chunked, delta_commit, delta_recurrent, delta_tree
@@ -9,6 +10,7 @@ from .layer_cache import DeltaCache, KVCache
 from .model import Hidden, QwenGDN
 from .mtp import MTP
 from .topology import Topology
+from .watched import Watched
 
 __all__ = [
     "MTP",
@@ -22,9 +24,11 @@ __all__ = [
     "HybridCache",
     "KVCache",
     "ModelConfig",
+    "NonFiniteError",
     "QwenGDN",
     "Sampler",
     "Topology",
+    "Watched",
     "decode",
     "delta_chunked",
     "delta_commit",
