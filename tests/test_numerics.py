@@ -194,7 +194,7 @@ def test_nothing_is_looked_at_unless_asked(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_programs_cannot_be_watched() -> None:
-    with pytest.raises(ValueError, match="takes a QwenGDN, got .*Engine"):
+    with pytest.raises(ValueError, match=r"takes a QwenGDN, got .*Engine"):
         Watched(Engine(small_model()))  # type: ignore[arg-type]
 
 
