@@ -88,7 +88,7 @@ class Recorder:
             self._note(report.nodeid, report.user_properties, report.outcome)
 
     def _note(self, test: str, properties: Sequence[tuple[str, object]], outcome: str) -> None:
-        self.outcomes |= {(number, test): outcome for name, number in properties if name == "case"}  # type: ignore[misc]
+        self.outcomes |= {(number, test): outcome for name, number in properties if name == "case"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
