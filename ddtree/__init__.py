@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from .drafter_config import DFlashConfig
     from .loop import Round, generate
     from .mtp import MTPDrafter
+    from .numerics import debug_numerics
     from .proposer import NoDrafts, Proposer
     from .rows import Verified
     from .sampling import make_sampler
@@ -43,6 +44,7 @@ __all__ = [
     "build_spine",
     "build_tree",
     "calibrated",
+    "debug_numerics",
     "generate",
     "generate_batch",
     "make_sampler",
@@ -76,6 +78,7 @@ _HOMES = {
     "build_spine": "tree",
     "build_tree": "tree",
     "calibrated": "scoring",
+    "debug_numerics": "numerics",
     "generate": "loop",
     "generate_batch": "batch",
     "make_sampler": "sampling",

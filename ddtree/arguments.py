@@ -156,6 +156,12 @@ def _add_models(group: argparse._ArgumentGroup) -> None:
         "times faster there; auto takes graph on CUDA, eager elsewhere (default: %(default)s)",
     )
     group.add_argument(
+        "--debug-numerics",
+        action="store_true",
+        help="look at every number that target and drafter compute, and fail naming stage and layer at the first that "
+        "is not finite; slow, and without programs, so --engine graph does not go with it",
+    )
+    group.add_argument(
         "--dtype", choices=DTYPE_NAMES, help="of the weights (default: float32 on a CPU, the checkpoint's on CUDA)"
     )
 

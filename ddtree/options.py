@@ -41,6 +41,7 @@ class Options:
         budget: nodes drafted a round, the root not counted; 0 where `mode` is plain.
         spine: whether a tree holds the likeliest chain; False unless `mode` is tree.
         sampling: whose defaults the sampling settings have; `settled` puts those of a checkpoint in place.
+        debug_numerics: whether models are watched, which programs cannot be.
         explicit: sampling settings that were given.
         seed: of the sampler, drawn if none was given; None if none was given and nothing is drawn at random.
         dtype: None leaves it to the loader.
@@ -74,6 +75,7 @@ class Options:
     thinking: bool
     device: torch.device
     engine: EngineKind
+    debug_numerics: bool
     dtype: torch.dtype | None
     json: bool
     echo: bool
@@ -118,13 +120,13 @@ def parse(argv: Sequence[str] | None = None) -> Options:
     mode: Mode = asked.mode if drafter else "plain"
     nodes = default(generate, "budget") if asked.budget is None else asked.budget
     device = asked.device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    kept = ("target", "max_new_tokens", "sampling", "seed", "chat", "json", "echo", "interactive")
+    kept = ("target", "max_new_tokens", "sampling", "seed", "chat", "json", "echo", "interactive", "debug_numerics")
     options = Options(
         **{name: getattr(asked, name) for name in kept},
         **{name: default(make_sampler, name) for name in SAMPLING} | sampling,
         explicit=frozenset(sampling),
         device=device,
-        engine=("graph" if device.type == "cuda" else "eager") if asked.engine == "auto" else asked.engine,
+        engine=_engine(asked, device),
         dtype=DTYPE_NAMES.get(asked.dtype),
         drafter=None if mode == "plain" else drafter,
         mtp_depth=default(MTPDrafter, "depth") if asked.mtp_depth is None else asked.mtp_depth,
@@ -141,6 +143,13 @@ def parse(argv: Sequence[str] | None = None) -> Options:
     return options if options.sampling == "checkpoint" else settled(options, {})
 
 
+def _engine(asked: argparse.Namespace, device: torch.device) -> EngineKind:
+    if asked.engine != "auto":
+        kind: EngineKind = asked.engine
+        return kind
+    return "graph" if device.type == "cuda" and not asked.debug_numerics else "eager"
+
+
 def settled(options: Options, defaults: Mapping[str, Any]) -> Options:
     """The options with these defaults for sampling settings that were not given, and a seed if one is needed."""
     options = replace(options, **{name: value for name, value in defaults.items() if name not in options.explicit})
@@ -155,6 +164,8 @@ def _check_combination(asked: argparse.Namespace) -> None:
             raise UsageError(f"{flag} belongs to a conversation; add --chat or leave it out")
     if asked.mtp_depth is not None and asked.drafter != MTP:
         raise UsageError(f"--mtp-depth belongs to the target's MTP module; add --drafter {MTP} or leave it out")
+    if asked.debug_numerics and asked.engine == "graph":
+        raise UsageError("--debug-numerics looks into layers, which programs do not run; leave out --engine graph")
     if asked.interactive:
         _check_interactive(asked)
     elif asked.prompt is None:

@@ -7,7 +7,7 @@ import os
 import sys
 import textwrap
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import NoReturn
 
 from .interrupts import STATUS as INTERRUPTED
@@ -29,6 +29,7 @@ from .checkpoint_sampling import checkpoint_sampling
 from .drafter import DFlashDrafter
 from .interactive import converse
 from .mtp import MTPDrafter
+from .numerics import debug_numerics
 from .options import Options, parse, settled
 from .page import Outcome, Page, as_json, write
 from .prepare import Job, prepare
@@ -91,16 +92,16 @@ def _run_with(options: Options, files: TraceFiles) -> int:
     for note in (*options.notes, *job.notes):
         _say(f"note: {note}")
     meter = Meter(options.device)
-    target, drafter = _models(options, meter)
-    if options.interactive:
-        return converse(options, job, target, drafter, meter)
-    recorder = recorder_for(options, job, target, meter)
-    with recording(recorder, files):
-        outcome = _written(options, job, (target, drafter), meter, recorder)
+    with _models(options, meter) as models:
+        if options.interactive:
+            return converse(options, job, *models, meter)
+        recorder = recorder_for(options, job, models[0], meter)
+        with recording(recorder, files):
+            outcome = _written(options, job, models, meter, recorder)
     figures = meter.figures(len(job.prompt_ids))
     _report(options, outcome, figures)
     if options.json:
-        print(as_json(options, outcome, figures, target), flush=True)
+        print(as_json(options, outcome, figures, models[0]), flush=True)
     return INTERRUPTED if outcome.finish_reason == "interrupted" else 0
 
 
@@ -128,12 +129,15 @@ def _written(
             page.end_line(always=options.json)
 
 
-def _models(options: Options, meter: Meter) -> tuple[HybridModel, Proposer]:
-    """The target and what proposes to it, as models or as their programs."""
+@contextmanager
+def _models(options: Options, meter: Meter) -> Iterator[tuple[HybridModel, Proposer]]:
+    """The target and what proposes to it, as models, watched while this is open if so asked, or as their programs."""
     drafter = _drafter(options)  # first, for it is small: what is wrong with it shows before a target is read
     target = load_target(options.target, device=options.device, dtype=options.dtype)
     if options.engine == "eager":
-        return target, drafter
+        with debug_numerics(target, drafter) if options.debug_numerics else nullcontext(target) as watched:
+            yield watched, drafter
+        return
 
     @contextmanager
     def announce(program: str) -> Iterator[None]:
@@ -144,7 +148,7 @@ def _models(options: Options, meter: Meter) -> tuple[HybridModel, Proposer]:
 
     engine = Engine(target, announce=announce)
     recorded = RecordedDrafter(drafter, announce=announce) if isinstance(drafter, DFlashDrafter) else drafter
-    return engine, recorded
+    yield engine, recorded
 
 
 def _drafter(options: Options) -> Proposer:

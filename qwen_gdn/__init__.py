@@ -1,6 +1,7 @@
 """Qwen3.5/3.6/3.8 hybrid models (Gated DeltaNet + gated attention) in pure PyTorch, and their exact cache."""
 
 from .cache import Branch, HybridCache
+from .checked import NonFiniteError
 from .config import ModelConfig
 from .decode import Sampler, decode, greedy, prefill
 from .delta_rule import Factors, delta_chunked, delta_commit, delta_recurrent, delta_tree
@@ -10,6 +11,7 @@ from .model import Hidden, QwenGDN
 from .mtp import MTP
 from .ragged import RaggedBranch, RaggedCache
 from .topology import Topology
+from .watched import Watched
 
 __all__ = [
     "MTP",
@@ -23,11 +25,13 @@ __all__ = [
     "HybridCache",
     "KVCache",
     "ModelConfig",
+    "NonFiniteError",
     "QwenGDN",
     "RaggedBranch",
     "RaggedCache",
     "Sampler",
     "Topology",
+    "Watched",
     "decode",
     "delta_chunked",
     "delta_commit",

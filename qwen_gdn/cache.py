@@ -12,7 +12,7 @@ import torch
 
 from .checked import as_integer, shown
 from .committed import CommittedMemory, Record, Window
-from .integrity import check_layers
+from .integrity import check_agreement, check_layers
 from .lanes import ChainAttention, ChainDelta, ChainLane, Filled, Pass, TreeAttention, TreeDelta, TreeLane, TreeLanes
 from .layer_cache import DeltaCache, KVCache, LayerCache
 from .topology import Path, Topology
@@ -212,6 +212,10 @@ class HybridCache(CommittedMemory[_Record]):
         Rows of keys and values past the length are scratch and may hold anything.
         """
         check_layers(self.layers, self.capacity, [self.length] * self.batch, logged=self.length - self.crop_floor)
+
+    def check_agreement(self) -> None:
+        """Raises ValueError as `check` does if layers disagree; costs no look at their numbers."""
+        check_agreement(self.layers, self.capacity, logged=self.length - self.crop_floor)
 
     def _extend(self, count: int, layers: Iterable[LayerCache]) -> None:
         """Swaps in the record `count` tokens further on, and with it closes the window."""

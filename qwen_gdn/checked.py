@@ -7,6 +7,10 @@ import torch
 from torch import Tensor
 
 
+class NonFiniteError(ValueError):
+    """A number is NaN or infinite where it must be finite; the message says where."""
+
+
 def shown(value: object) -> str:
     """A value as an error shows it: on one line, and not a page of numbers."""
     text = " ".join(repr(value).split())

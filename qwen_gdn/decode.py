@@ -282,6 +282,7 @@ def fitting_cache(model: HybridModel, cache: HybridCache | None, count: int) -> 
     if not isinstance(cache, HybridCache):
         got = type(cache).__name__
         raise ValueError(f"decoding takes a cache, not a window on one, nor a ragged one, got {got}")
+    cache.check_agreement()
     if cache.batch != 1:
         raise ValueError(f"decoding takes a cache of batch 1, got batch {cache.batch}")
     cache.refuse_open_window("decoding")

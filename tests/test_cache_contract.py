@@ -126,6 +126,7 @@ def test_every_root_path_of_20_random_trees_commits_what_a_fresh_cache_holds(dty
                 assert gap(model.logits(model(following, cache).final)[0], after[row]) <= limit
 
 
+@pytest.mark.case(25, 27)
 def test_rotary_position_is_length_plus_depth_and_nodes_see_prefix_and_ancestors(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -145,6 +146,7 @@ def test_rotary_position_is_length_plus_depth_and_nodes_see_prefix_and_ancestors
     assert gap(model.logits(hidden.final[0]), logits_of_paths_alone(model, case)) <= 1e-10
 
 
+@pytest.mark.case(27)
 @BOTH
 def test_tokens_of_other_branches_change_nothing_bit_for_bit(dtype: torch.dtype, dense: bool) -> None:
     """Every node's output, and what a commit of its path leaves, whatever its siblings and descendants hold.
@@ -173,6 +175,7 @@ def test_tokens_of_other_branches_change_nothing_bit_for_bit(dtype: torch.dtype,
             assert same_bits(*left) or (not dense and worst_gap(*left) <= limit)
 
 
+@pytest.mark.case(27)
 def test_nodes_in_any_topological_order_give_the_same_logits() -> None:
     model, draw = tiny_model(8, dtype=torch.float64), seeded(9)
     case = make_case(model, draw, SIX, prefix=20)
@@ -186,6 +189,7 @@ def test_nodes_in_any_topological_order_give_the_same_logits() -> None:
         assert gap(again, first[order]) <= 1e-10
 
 
+@pytest.mark.case(28)
 @BOTH
 def test_decoding_after_a_scattered_path_equals_a_fresh_prefill(dtype: torch.dtype) -> None:
     """Every root path of a six-node tree, the root alone included, then eight plain tokens."""
@@ -204,6 +208,7 @@ def test_decoding_after_a_scattered_path_equals_a_fresh_prefill(dtype: torch.dty
             assert gap(logits, whole[:, -8:]) <= limit
 
 
+@pytest.mark.case(26)
 def test_sixty_rounds_of_single_file_trees_equal_the_chain_and_do_not_drift() -> None:
     model, draw = tiny_model(12, layer_types=SMALL), seeded(13)
     tree, chain = model.new_cache(400), model.new_cache(400)

@@ -16,6 +16,7 @@ from tiny import (
 )
 
 
+@pytest.mark.case(11)
 def test_crop_within_rollback_equals_a_fresh_prefill_and_beyond_it_is_refused() -> None:
     model = tiny_model(0, dtype=torch.float64)
     tokens = random_tokens(seeded(1), 1, 32)
@@ -30,6 +31,7 @@ def test_crop_within_rollback_equals_a_fresh_prefill_and_beyond_it_is_refused() 
         assert worst_gap([ours, *memory_of(cache)], [theirs, *memory_of(wanted)]) <= 1e-10
 
 
+@pytest.mark.case(11)
 def test_a_crop_that_cannot_be_exact_names_both_numbers_and_the_remedy() -> None:
     model = tiny_model(0)
     for rollback, floor in ((0, 26), (3, 23)):
@@ -45,6 +47,7 @@ def test_a_crop_that_cannot_be_exact_names_both_numbers_and_the_remedy() -> None
         assert cache.length == 26 and same_bits(memory_of(cache), before)
 
 
+@pytest.mark.case(12)
 def test_feeding_after_a_crop_never_remembers_what_was_cropped() -> None:
     """Prefix A, then B taken back, then C: equal to A and C alone, with any reset in between."""
     model, draw = tiny_model(0, dtype=torch.float64), seeded(2)
@@ -66,6 +69,7 @@ def test_feeding_after_a_crop_never_remembers_what_was_cropped() -> None:
         assert worst_gap(memory_of(cache), memory_of(wanted)) <= 1e-10
 
 
+@pytest.mark.case(12)
 @pytest.mark.parametrize("rollback", [0, 1, 5, 16])
 def test_random_histories_keep_the_floor_law_and_equal_a_fresh_prefill(rollback: int) -> None:
     model, draw = tiny_model(1, dtype=torch.float64, layer_types=SMALL), seeded(rollback)

@@ -10,7 +10,8 @@ import torch
 from tiny import SMALL, filled, memory_of, random_tokens, same_bits, seeded, tiny_model
 from torch import Tensor
 
-from qwen_gdn import DeltaCache, HybridCache, KVCache, QwenGDN, Topology
+from ddtree import NoDrafts, generate
+from qwen_gdn import DeltaCache, HybridCache, KVCache, QwenGDN, Topology, decode
 
 PAIR = Topology([-1, 0, 0])
 
@@ -42,6 +43,7 @@ def test_an_open_window_forbids(what: str, verified: bool) -> None:
     assert cache.length == 7
 
 
+@pytest.mark.case(16)
 def test_a_window_is_filled_once_and_closed_once() -> None:
     model = tiny_model(5)
     cache, nodes = filled(model, 6), torch.tensor([[1, 2, 3]])
@@ -102,6 +104,7 @@ def test_what_is_no_root_path_is_refused_and_the_window_stays(path: Any) -> None
     assert cache.length == 8
 
 
+@pytest.mark.case(19)
 def test_rows_that_accept_different_paths_are_refused_by_name() -> None:
     model = tiny_model(5)
     cache = model.new_cache(20, batch=2)
@@ -205,6 +208,7 @@ BROKEN: dict[str, tuple[int, dict[str, Callable[[Tensor], Tensor]], str]] = {
 }
 
 
+@pytest.mark.case(21)
 @pytest.mark.parametrize("what", BROKEN)
 def test_check_names_what_disagrees(what: str) -> None:
     index, changes, words = BROKEN[what]
@@ -215,6 +219,20 @@ def test_check_names_what_disagrees(what: str) -> None:
     made = HybridCache(layers, cache.capacity, 0)
     with pytest.raises(ValueError, match=words):
         made.check()
+
+
+@pytest.mark.case(21)
+@pytest.mark.parametrize("what", ["batch of a state", "batch of keys", "capacity", "dtype of keys", "a demoted state"])
+def test_generation_refuses_a_cache_whose_layers_disagree(what: str) -> None:
+    index, changes, words = BROKEN[what]
+    model = tiny_model(5, layer_types=SMALL)
+    layers: list[Any] = list(model.new_cache(30))
+    layers[index] = replace(layers[index], **{name: f(getattr(layers[index], name)) for name, f in changes.items()})
+    made = HybridCache(layers, 30, 0)
+    with pytest.raises(ValueError, match=f"layers disagree in {words}|another architecture or dtype"):
+        decode(model, [1, 2], max_new_tokens=3, cache=made)
+    with pytest.raises(ValueError, match=f"layers disagree in {words}|another architecture or dtype"):
+        generate(model, NoDrafts(), [1, 2], max_new_tokens=3, cache=made)
 
 
 @pytest.mark.parametrize("part", ["keys", "values"])
@@ -286,3 +304,18 @@ def test_the_cache_describes_itself() -> None:
     assert repr(cache) == "HybridCache(length=6, capacity=64, batch=1, layers=8, rollback=2)"
     assert len(cache) == 8 and isinstance(cache[3], KVCache) and isinstance(cache[0], DeltaCache)
     assert cache.device == torch.device("cpu")
+
+
+@pytest.mark.case(16)
+def test_keeping_nothing_of_a_window_leaves_every_bit() -> None:
+    """An index of the last accepted node would be −1 here, and mean the last node of all."""
+    model = tiny_model(5)
+    cache = filled(model, 6, rollback=4)
+    before = memory_of(cache)
+    model(torch.tensor([[1, 2, 3]]), cache.branch(PAIR))
+    cache.commit([])
+    assert (cache.length, cache.crop_floor) == (6, 0) and same_bits(memory_of(cache), before)
+    again = filled(model, 6, rollback=4)
+    for each in (cache, again):
+        model(torch.tensor([[7]]), each)
+    assert same_bits(memory_of(cache), memory_of(again))

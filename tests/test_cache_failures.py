@@ -54,6 +54,7 @@ def faulty_layer(model: QwenGDN, layer: int, where: str, error: type[BaseExcepti
         yield
 
 
+@pytest.mark.case(24)
 @ROLLBACK
 @pytest.mark.parametrize("where", ["before the mixer", "after the mixer", "feed-forward"])
 @pytest.mark.parametrize("error", ERRORS, ids=lambda e: e.__name__)
@@ -72,6 +73,7 @@ def test_a_failing_layer_in_a_prefill_or_a_longer_chain(where: str, error: type[
         assert same_bits(memory_of(ours.cache), memory_of(twin.cache))
 
 
+@pytest.mark.case(24)
 @ROLLBACK
 @pytest.mark.parametrize("where", ["before the mixer", "after the mixer", "feed-forward"])
 @pytest.mark.parametrize("error", ERRORS, ids=lambda e: e.__name__)
@@ -108,6 +110,7 @@ SOURCES: dict[str, tuple[Any, str, int]] = {
 }
 
 
+@pytest.mark.case(24)
 @ROLLBACK
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize("source", SOURCES)
@@ -138,6 +141,7 @@ def test_a_failing_layer_in_a_commit_leaves_the_window_to_commit_again(
     assert same_bits(memory_of(ours.cache), memory_of(twin.cache))
 
 
+@pytest.mark.case(24)
 @pytest.mark.parametrize(
     ("owner", "name", "layers"),
     [

@@ -22,6 +22,7 @@ def storages(cache: HybridCache) -> dict[int, int]:
     }
 
 
+@pytest.mark.case(14)
 def test_forks_are_independent_share_no_storage_and_own_their_bytes() -> None:
     model = tiny_model(2)
     for rollback in (0, 4):
@@ -43,6 +44,7 @@ def test_forks_are_independent_share_no_storage_and_own_their_bytes() -> None:
         assert same_bits(memory_of(cache), memory_of(other))
 
 
+@pytest.mark.case(14)
 def test_memory_is_flat_over_400_rounds_with_a_constant_context() -> None:
     model, draw = tiny_model(3, layer_types=SMALL), seeded(8)
     snapshot = filled(model, 20, rollback=6)

@@ -50,6 +50,7 @@ PUBLISHED_TEXT: dict[str, Any] = {
 }
 
 
+@pytest.mark.case(58)
 def test_the_published_nested_layout_and_its_flat_export_read_the_same() -> None:
     nested = {"model_type": "qwen3_5", "tie_word_embeddings": False, "text_config": PUBLISHED_TEXT, "vision_config": {}}
     config = ModelConfig.from_dict(nested)
@@ -69,6 +70,7 @@ def test_configs_are_frozen() -> None:
 MATERIAL = sorted(set(tiny_raw()) - {"rope_parameters"})
 
 
+@pytest.mark.case(58)
 @pytest.mark.parametrize("key", MATERIAL)
 @pytest.mark.parametrize("null", [False, True], ids=["missing", "null"])
 def test_every_architecture_key_is_required_by_name(key: str, null: bool) -> None:
@@ -196,6 +198,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+@pytest.mark.case(58)
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_not_understood_is_refused_in_one_line(name: str) -> None:
     changes, words = REFUSED[name]
@@ -244,6 +247,7 @@ def test_a_rotary_factor_may_be_a_rounded_fraction() -> None:
     assert ModelConfig.from_dict(tiny_raw(head_dim=96, partial_rotary_factor=1 / 3)).rotary_dim == 32
 
 
+@pytest.mark.case(55)
 def test_the_tie_flag_is_read_at_the_root_and_in_the_text_part() -> None:
     text = {k: v for k, v in tiny_raw().items() if k != "tie_word_embeddings"}
     assert ModelConfig.from_dict({"text_config": text, "tie_word_embeddings": True}).tie_word_embeddings
@@ -252,12 +256,14 @@ def test_the_tie_flag_is_read_at_the_root_and_in_the_text_part() -> None:
         ModelConfig.from_dict({"text_config": text | {"tie_word_embeddings": True}, "tie_word_embeddings": False})
 
 
+@pytest.mark.case(58)
 def test_the_layer_list_may_come_with_its_interval_or_with_none() -> None:
     plain = ModelConfig.from_dict(tiny_raw())
     assert ModelConfig.from_dict(tiny_raw(full_attention_interval=4)) == plain
     assert ModelConfig.from_dict(tiny_raw(layer_types=["full_attention"])).num_hidden_layers == 1
 
 
+@pytest.mark.case(58)
 @pytest.mark.parametrize(("stated", "ids"), [(3, (3,)), ([3, 1], (3, 1)), ([], ()), (None, ())])
 def test_stop_ids_may_be_one_many_or_none(stated: Any, ids: tuple[int, ...]) -> None:
     assert ModelConfig.from_dict(tiny_raw(eos_token_id=stated)).eos_token_ids == ids

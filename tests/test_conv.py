@@ -25,6 +25,7 @@ def feed(layer: DeltaCache, columns: Tensor) -> tuple[Tensor, DeltaCache]:
     return out, cast(DeltaCache, lane.committed())
 
 
+@pytest.mark.case(4)
 @pytest.mark.parametrize("split", [[5], [1] * 5, [1, 4], [2, 3], [3, 2], [4, 1], [2, 1, 2]], ids=str)
 def test_hand_values_and_tail_whatever_the_split(split: list[int]) -> None:
     layer = DeltaCache(torch.zeros(1, 1, 1, 1), torch.zeros(1, 3, 1))
@@ -71,6 +72,7 @@ def test_a_tree_that_is_a_chain_convolves_like_a_chain() -> None:
     assert gap(tree_conv(columns, weight, Topology.chain(10).windows(4)), chain) <= 1e-12
 
 
+@pytest.mark.case(28)
 @pytest.mark.parametrize("width", [1, 2, 4, 6])
 def test_committed_tails_cross_into_the_prefix_when_the_path_is_short(width: int) -> None:
     """Prefixes and paths shorter than W − 1, alone and together, leave the columns a chain would have left."""

@@ -36,6 +36,7 @@ def test_greedy_text_is_that_of_the_independent_implementation(model: QwenGDN, p
     assert logits[5:-1].argmax(axis=1).tolist() == plain
 
 
+@pytest.mark.case(23)
 @pytest.mark.parametrize("count", [0, 1, 2, 7, 20])
 def test_it_emits_the_asked_number_and_stands_one_token_behind(model: QwenGDN, plain: list[int], count: int) -> None:
     cache = model.new_cache(64)
@@ -92,6 +93,7 @@ def test_prompts_may_be_lists_ranges_or_tensors_of_one_row(model: QwenGDN, plain
     assert len(list(decode(model, range(4), max_new_tokens=2))) == 2
 
 
+@pytest.mark.case(9)
 def test_a_prompt_of_one_token_decodes_like_the_uncached_model(model: QwenGDN) -> None:
     text = [7]
     for token in decode(model, torch.tensor([[7]]), max_new_tokens=6):

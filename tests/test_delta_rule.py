@@ -22,6 +22,7 @@ HAND_OUTPUTS = torch.tensor([0.353553, 0.261630, -0.386646], dtype=torch.float64
 HAND_STATES = torch.tensor([[0.5, 0], [0.5275, 0.37], [0.422, -1]], dtype=torch.float64)
 
 
+@pytest.mark.case(2)
 def test_hand_values_of_one_head() -> None:
     for T in (1, 2, 3):
         rows = HAND.rows(slice(T))
@@ -39,6 +40,7 @@ def test_hand_values_of_one_head() -> None:
         torch.testing.assert_close(final.flatten(), HAND_STATES[n - 1], atol=1e-6, rtol=0)
 
 
+@pytest.mark.case(2)
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("decay", BANDS.values(), ids=BANDS)
 def test_recurrence_and_chunks_agree_for_every_length(decay: float, dtype: torch.dtype) -> None:
@@ -81,6 +83,7 @@ def test_a_state_carried_across_calls_equals_one_call() -> None:
         assert max(gap(torch.cat(parts, dim=1), outputs), gap(S, states[:, -1])) <= 1e-10, cuts
 
 
+@pytest.mark.case(2)
 def test_inert_rows_change_nothing_whatever_they_hold() -> None:
     """Padding has no decay and no write strength; its keys, queries and values must not matter, bit for bit."""
     draw = seeded(3)

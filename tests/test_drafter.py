@@ -40,6 +40,7 @@ def test_proposing_before_binding_says_so() -> None:
         random_drafter(layered("f")).propose(1)
 
 
+@pytest.mark.case(43)
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
@@ -64,6 +65,7 @@ def test_a_target_that_does_not_fit_is_refused_and_nothing_changes(
     assert torch.equal(drafter.propose(1), before)
 
 
+@pytest.mark.case(43)
 @pytest.mark.parametrize(("layers", "message"), [(7, "last"), (4, "has 4 layers")])
 def test_layer_ids_are_checked_against_the_target_when_the_config_names_no_count(layers: int, message: str) -> None:
     drafter = random_drafter(layered("f", num_target_layers=None))
@@ -71,6 +73,7 @@ def test_layer_ids_are_checked_against_the_target_when_the_config_names_no_count
         drafter.bind(StandIn(num_hidden_layers=layers))
 
 
+@pytest.mark.case(44)
 def test_the_block_is_the_root_and_masks_at_the_positions_after_the_context(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -87,6 +90,7 @@ def test_the_block_is_the_root_and_masks_at_the_positions_after_the_context(
     assert not close(drafter.propose(18), first, 1e-3)
 
 
+@pytest.mark.case(45)
 @pytest.mark.parametrize("kinds", KINDS.values(), ids=KINDS)
 def test_forty_rounds_of_random_accepts_equal_a_drafter_made_from_scratch(kinds: tuple[str, ...]) -> None:
     drafter, target = bound_drafter(layered(*kinds), torch.float32)
@@ -176,6 +180,7 @@ def failing_places() -> list[tuple[int, str]]:
     return [(i, name) for i in range(3) for name in ("self_attn.k_proj", "self_attn.v_proj", "self_attn.k_norm")]
 
 
+@pytest.mark.case(24)
 @pytest.mark.parametrize(("layer", "name"), failing_places())
 def test_a_failure_in_any_layer_leaves_the_context_as_it_was(layer: int, name: str) -> None:
     def fail(*_: object) -> None:

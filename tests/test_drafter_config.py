@@ -87,6 +87,7 @@ def test_a_config_is_frozen() -> None:
         DFlashConfig.from_dict(raw_config()).block_size = 3  # type: ignore[misc]
 
 
+@pytest.mark.case(43, 47)
 @pytest.mark.parametrize("key", ["block_size", "mask_token_id", "target_layer_ids"])
 def test_dflash_config_wins_over_the_top_level_and_there_is_no_default(key: str) -> None:
     inner, outer = {"block_size": (3, 7), "mask_token_id": (11, 12), "target_layer_ids": ([2], [3])}[key]
@@ -124,6 +125,7 @@ def test_an_architecture_fact_that_is_missing_or_null_is_named(key: str) -> None
     assert key in refusal(raw_config(**{key: 0}))
 
 
+@pytest.mark.case(46)
 def test_the_rotary_base_is_read_nested_first_and_never_guessed() -> None:
     bare = without("rope_parameters")
     assert DFlashConfig.from_dict(raw_config(rope_theta=5.0)).rope_theta == 10_000
@@ -183,6 +185,7 @@ def test_absent_layer_types_mean_full_attention_unless_a_window_is_asked_for() -
     assert "layer_types is missing" in refusal(bare | {"use_sliding_window": True})
 
 
+@pytest.mark.case(46)
 def test_layer_types_that_contradict_the_rest_are_refused() -> None:
     assert "num_hidden_layers = 2" in refusal(raw_config(layer_types=["full_attention"]))
     assert "chunked" in refusal(raw_config(layer_types=["full_attention", "chunked"]))
@@ -190,6 +193,7 @@ def test_layer_types_that_contradict_the_rest_are_refused() -> None:
     assert DFlashConfig.from_dict(raw_config(**FULL)).sliding_window is None
 
 
+@pytest.mark.case(43, 48)
 @pytest.mark.parametrize(
     ("ids", "named"),
     [
@@ -213,6 +217,7 @@ def test_the_number_of_target_layers_may_be_left_unsaid() -> None:
     assert config.num_target_layers is None and config.target_layer_ids == (4, 1, 6)
 
 
+@pytest.mark.case(43)
 @pytest.mark.parametrize(("changes", "named"), [({"block_size": 1}, "block_size"), ({"mask_token_id": VOCAB}, "41")])
 def test_blocks_without_drafts_and_masks_outside_the_vocabulary_are_refused(
     changes: dict[str, int], named: str
@@ -226,6 +231,7 @@ def test_a_count_of_target_layers_that_is_none_is_refused(count: int) -> None:
     assert "num_target_layers must be an integer from 1" in refusal(raw_config(num_target_layers=count))
 
 
+@pytest.mark.case(46)
 def test_causality_is_the_layer_types_unless_stated() -> None:
     def rule(raw: dict[str, Any]) -> tuple[bool, bool]:
         config = DFlashConfig.from_dict(raw)

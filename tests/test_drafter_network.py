@@ -56,6 +56,7 @@ def test_a_drafter_built_on_meta_works_once_its_parameters_are_filled() -> None:
     assert torch.equal(whole.propose(3), empty.propose(3))
 
 
+@pytest.mark.case(44, 46)
 @pytest.mark.parametrize("causal", [None, True, False])
 @pytest.mark.parametrize("kinds", KINDS.values(), ids=KINDS)
 @pytest.mark.parametrize("window", [1, 3, 5, 8])

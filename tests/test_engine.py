@@ -139,10 +139,12 @@ def test_a_first_round_needs_no_prompt() -> None:
     assert worst_gap(memory_of(ours), memory_of(theirs)) <= 1e-10
 
 
+@pytest.mark.case(63)
 def test_compiled_programs_follow_the_model() -> None:
     check_rounds(*pair(torch.float32), trees=8)
 
 
+@pytest.mark.case(63)
 @pytest.mark.usefixtures("uncompiled")
 def test_generation_through_programs_writes_what_plain_decoding_writes() -> None:
     """Every proposer over changing budgets, as trees and chains, two caches in turn on one engine."""
@@ -168,6 +170,7 @@ def test_generation_through_programs_writes_what_plain_decoding_writes() -> None
             check_holds(cache, model, [*prompt, *text[:-1]])
 
 
+@pytest.mark.case(63)
 def test_compiled_generation_writes_what_plain_decoding_writes() -> None:
     engine, model = Engine(small_model(dtype=torch.float32), sizes=SIZES), small_model(dtype=torch.float32)
     budgets, draw = cycle((7, 31, 0, 20, 3)), seeded(4)
@@ -194,6 +197,7 @@ def test_plain_decoding_and_sampling_run_through_programs_too() -> None:
         assert ours == theirs
 
 
+@pytest.mark.case(63)
 @pytest.mark.usefixtures("uncompiled")
 def test_five_repeats_are_equal_bit_for_bit() -> None:
     engine = Engine(small_model(dtype=torch.float32), sizes=SIZES)

@@ -62,6 +62,7 @@ def prompts_of(dtype: torch.dtype) -> range:
     return range(half) if dtype == torch.float64 else range(half, 2 * half)
 
 
+@pytest.mark.case(30)
 @DTYPES
 @pytest.mark.parametrize("name", list(PROPOSERS)[:7])
 def test_whatever_is_drafted_the_output_is_that_of_plain_decoding(name: str, dtype: torch.dtype) -> None:
@@ -101,6 +102,7 @@ def test_no_drafts_is_plain_decoding_at_any_budget(dtype: torch.dtype, budget: i
         assert rounds == [Round((token,), 0, 0) for token in plain(dtype, number)[: TOKENS // 4]]
 
 
+@pytest.mark.case(23)
 @pytest.mark.parametrize("name", ["right", "wrong", "scattered", "moody", "path-dependent", "reading layers"])
 def test_after_every_round_the_cache_holds_all_tokens_but_the_last(name: str) -> None:
     model, prompt, truth = model_of(torch.float64), prompt_of(3), plain(torch.float64, 3)
@@ -142,6 +144,7 @@ def test_a_round_reports_what_was_drafted_and_what_of_it_the_target_wrote(name: 
     assert proposer.asked == len(built)
 
 
+@pytest.mark.case(16)
 def test_fifty_rounds_of_nothing_accepted_write_one_token_each() -> None:
     model, prompt, truth = model_of(torch.float64), prompt_of(0), plain(torch.float64, 0)
     cache = model.new_cache(80)
@@ -157,6 +160,7 @@ def test_fifty_rounds_of_nothing_accepted_write_one_token_each() -> None:
     assert proposer.asked == 51, "not for the first token and not for the last"
 
 
+@pytest.mark.case(26)
 def test_a_tree_that_is_only_a_spine_equals_the_chain_round_by_round() -> None:
     """Ids, counts and every committed bit, over 60 rounds of varying length."""
 
@@ -184,6 +188,7 @@ def test_a_tree_that_is_only_a_spine_equals_the_chain_round_by_round() -> None:
         assert same_bits(after_tree, after_chain)
 
 
+@pytest.mark.case(17)
 @DTYPES
 @pytest.mark.parametrize("seed", [0, 1])
 def test_tree_chain_and_plain_forwards_mix_on_one_cache(seed: int, dtype: torch.dtype) -> None:
@@ -248,6 +253,7 @@ class Recorder(Scattered):
         self.calls.append(features.clone())
 
 
+@pytest.mark.case(28)
 @pytest.mark.parametrize("layers", [(0,), (1, "final", 0), ("final",), ()], ids=str)
 @pytest.mark.parametrize(("length", "window"), [(50, 8), (50, 2048), (16, 8), (1, 8)])
 def test_every_committed_row_is_observed_once_and_in_order(
@@ -277,6 +283,7 @@ def test_every_committed_row_is_observed_once_and_in_order(
     assert gap(seen, torch.cat(once, dim=-1) if once else seen[..., :0]) <= TOLERANCE[torch.float64]
 
 
+@pytest.mark.case(21)
 @pytest.mark.parametrize("stop", [False, True], ids=["ended by the count", "ended by a stop id"])
 @pytest.mark.parametrize("budget", [0, 6, 20])
 def test_a_second_turn_on_the_same_cache_equals_one_fresh_run(stop: bool, budget: int) -> None:

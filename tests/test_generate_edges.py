@@ -26,6 +26,7 @@ def first_stop(tokens: Sequence[int], stop_ids: Sequence[int]) -> list[int]:
     return list(tokens[: ends[0]] if ends else tokens)
 
 
+@pytest.mark.case(31)
 @pytest.mark.parametrize("budget", [0, 4, 16])
 @pytest.mark.parametrize("make", [Right, Wrong, Scattered, Moody], ids=lambda make: make.__name__)
 def test_a_stop_id_ends_the_output_wherever_in_a_round_it_stands(make: type[Scripted], budget: int) -> None:
@@ -41,6 +42,7 @@ def test_a_stop_id_ends_the_output_wherever_in_a_round_it_stands(make: type[Scri
             assert list(decode(MODEL, PROMPT, max_new_tokens=60, stop_ids=[stop])) == expected
 
 
+@pytest.mark.case(31, 33)
 def test_a_stop_id_comes_as_prefill_token_first_child_later_sibling_and_bonus(monkeypatch: pytest.MonkeyPatch) -> None:
     walks: list[tuple[DraftTree, Acceptance]] = []
 
@@ -68,6 +70,7 @@ def _role(tree: DraftTree, walk: Acceptance, emitted: int) -> str:
     return "first child" if tree.topology.parents.index(parent) == node else "later sibling"
 
 
+@pytest.mark.case(31)
 @pytest.mark.parametrize(
     "stop_ids", [[], (36,), [7, 1, 18], frozenset(range(0, 37, 5)), {1: "a", 9: "b"}, torch.tensor([26, 17])], ids=repr
 )
@@ -77,6 +80,7 @@ def test_of_several_stop_ids_the_first_that_is_written_counts(stop_ids: Any) -> 
         assert emitted(rounds) == first_stop(TRUTH, [int(token) for token in stop_ids])
 
 
+@pytest.mark.case(31)
 def test_a_stop_id_that_is_drafted_and_rejected_stops_nothing() -> None:
     """Every token that the target does not write is a stop id, and all drafts are such tokens."""
     length = 12
@@ -93,6 +97,7 @@ def test_a_stop_id_that_is_drafted_and_rejected_stops_nothing() -> None:
     assert sum(done.drafted for done in rounds) > 100
 
 
+@pytest.mark.case(32)
 @pytest.mark.parametrize("as_draft", [True, False], ids=["accepted draft", "bonus"])
 def test_an_accepted_run_is_cut_by_the_count_and_by_the_stop_whichever_comes_first(as_draft: bool) -> None:
     """The target writes 9, 10, 11, 12 (the stop), 20, 21, 22, ...; the prefill's own token is 9."""
@@ -117,6 +122,7 @@ def test_accepted_counts_what_the_target_followed_even_where_the_round_was_cut()
     assert rounds == [Round((TRUTH[0],), 0, 0), Round(tuple(TRUTH[1 : place + 1]), 15, 15)]
 
 
+@pytest.mark.case(32)
 @pytest.mark.parametrize(
     ("make", "budget"),
     [(Right, 15), (Right, 3), (Scattered, 7), (lambda transcript: NoDrafts(), 7)],
@@ -163,6 +169,7 @@ def test_a_builder_that_goes_deeper_than_can_be_emitted_loses_only_those_nodes()
         check_holds(cache, MODEL, [*PROMPT, *TRUTH[:3]])
 
 
+@pytest.mark.case(33)
 def test_one_token_costs_one_forward_and_no_draft(monkeypatch: pytest.MonkeyPatch) -> None:
     forwards = rows_of_forwards(monkeypatch)
     for stop_ids, count in (([], 1), ([TRUTH[0]], 50)):
@@ -184,6 +191,7 @@ def test_no_more_forwards_are_run_than_rounds_are_emitted(monkeypatch: pytest.Mo
         assert number == 0 or forwards[-1] == done.drafted + 1
 
 
+@pytest.mark.case(4)
 @pytest.mark.parametrize("length", [1, 2, 3, 4])
 def test_prompts_shorter_than_the_convolution_are_prompts_too(length: int) -> None:
     prompt = PROMPT[:length]
@@ -198,6 +206,7 @@ def test_prompts_shorter_than_the_convolution_are_prompts_too(length: int) -> No
             check_holds(cache, MODEL, [*prompt, *truth[:-1]])
 
 
+@pytest.mark.case(5)
 def test_a_prompt_may_exceed_the_default_window_by_one_token() -> None:
     prompt = torch.randint(37, (2049,), generator=seeded(8))
     proposer, cache = Right(prompt.tolist()), MODEL.new_cache(2060)
@@ -257,6 +266,7 @@ BAD_CALLS: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.case(9, 32)
 @pytest.mark.parametrize("case", list(BAD_CALLS))
 def test_a_bad_argument_is_one_line_at_the_call_and_touches_nothing(case: str) -> None:
     prompt, changed = BAD_CALLS[case]
@@ -293,6 +303,7 @@ def test_a_cache_may_be_just_large_enough_and_no_smaller(held: int) -> None:
     assert just.length == just.capacity
 
 
+@pytest.mark.case(19)
 def test_a_cache_of_two_rows_is_refused_and_an_open_window_is_left_open() -> None:
     with pytest.raises(ValueError, match="batch"):
         generate(MODEL, Untouched(), PROMPT, max_new_tokens=2, cache=MODEL.new_cache(50, batch=2))

@@ -22,6 +22,7 @@ TRUTH = list(decode(MODEL, PROMPT, max_new_tokens=60))
 TRANSCRIPT = [*PROMPT, *TRUTH]
 
 
+@pytest.mark.case(24)
 @pytest.mark.parametrize("taken", range(6))
 def test_a_closed_generation_leaves_the_cache_at_its_last_round_and_can_be_continued(taken: int) -> None:
     cache, proposer = MODEL.new_cache(100), Scattered(TRANSCRIPT)
@@ -50,6 +51,7 @@ SITES: dict[str, tuple[Any, str]] = {
 }
 
 
+@pytest.mark.case(24)
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 @ERRORS
 @pytest.mark.parametrize("site", list(SITES))
@@ -141,6 +143,7 @@ def _finish(cache: HybridCache, tokens: list[int]) -> None:
     check_holds(cache, MODEL, TRANSCRIPT[: len(PROMPT) + 19])
 
 
+@pytest.mark.case(24)
 def test_an_interrupt_at_any_line_leaves_the_cache_whole() -> None:
     """It is at the last round or, where the interrupt hits between commit and yield, at the one under way."""
     cache, counts, lines = _interrupted(at=-1)

@@ -22,6 +22,7 @@ TRUTH = list(decode(MODEL, PROMPT, max_new_tokens=60))
 TRANSCRIPT = [*PROMPT, *TRUTH]
 
 
+@pytest.mark.case(10)
 @pytest.mark.parametrize("window", [3, 2048])
 def test_the_head_sees_one_row_of_the_prompt_and_every_node_of_a_tree(
     window: int, monkeypatch: pytest.MonkeyPatch
@@ -118,6 +119,7 @@ def count_and_bytes() -> tuple[int, int]:
     return len(tensors), sum(storages.values())
 
 
+@pytest.mark.case(14)
 def test_memory_stays_flat_over_four_hundred_rounds() -> None:
     truth, cache = list(decode(MODEL, PROMPT, max_new_tokens=420)), MODEL.new_cache(500)
     rounds = generate(MODEL, Wrong([*PROMPT, *truth]), PROMPT, max_new_tokens=420, budget=4, cache=cache)
@@ -130,6 +132,7 @@ def test_memory_stays_flat_over_four_hundred_rounds() -> None:
     assert len(set(measured)) == 1, measured
 
 
+@pytest.mark.case(10)
 def test_after_prefill_nothing_of_the_windows_stays_alive() -> None:
     prompt = random_tokens(seeded(0), 200, vocab=37).tolist()
     before = {tensor.untyped_storage().data_ptr() for tensor in live_tensors()}

@@ -71,6 +71,7 @@ def expected_outputs(expected: Run) -> list[Tensor]:
     return [torch.from_numpy(part) for part in (expected.logits, expected.final, *expected.layers)]
 
 
+@pytest.mark.case(50)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_float64_model_equals_the_independent_one_without_and_with_cache(name: str) -> None:
     changes = CONFIGS[name]
@@ -92,6 +93,7 @@ def test_float64_model_equals_the_independent_one_without_and_with_cache(name: s
         assert next(remembered, None) is None
 
 
+@pytest.mark.case(4)
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
 def test_prompts_shorter_than_the_convolution_decode_like_the_uncached_oracle(count: int) -> None:
     model = tiny_model(3, dtype=torch.float64)
@@ -103,6 +105,7 @@ def test_prompts_shorter_than_the_convolution_decode_like_the_uncached_oracle(co
     assert gap(torch.cat(parts), wanted) <= 1e-10
 
 
+@pytest.mark.case(1)
 def test_every_split_of_a_warm_cache_equals_one_shot() -> None:
     model = tiny_model(5, dtype=torch.float64)
     draw = seeded(6)
@@ -135,6 +138,7 @@ def test_reference_remembers_every_key_and_only_the_last_columns() -> None:
             assert layer.state.shape == (4, 8, 8) and layer.columns.shape == (3, 64)
 
 
+@pytest.mark.case(42)
 def test_captured_layers_come_in_the_asked_order_with_repeats_and_the_final_state() -> None:
     """Layer i adds 10^i to the residual stream: id L is the output of layer L, not its input."""
     model = tiny_model(11, dtype=torch.float64)
@@ -149,6 +153,7 @@ def test_captured_layers_come_in_the_asked_order_with_repeats_and_the_final_stat
     assert torch.equal(hidden.captured[2], hidden.final)
 
 
+@pytest.mark.case(42)
 def test_features_of_a_row_are_the_same_from_prefill_chunks_and_tree_verify() -> None:
     model = tiny_model(13, dtype=torch.float64)
     tokens = random_tokens(seeded(14), 1, 12)

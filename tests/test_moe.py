@@ -51,6 +51,7 @@ def by_hand(layer: SparseMoE, x: Tensor) -> Tensor:
     return torch.stack(outputs)[None]
 
 
+@pytest.mark.case(53)
 @pytest.mark.parametrize(("count", "chosen", "inner"), [(8, 2, 24), (4, 4, 16), (5, 1, 7), (2, 2, 8)])
 def test_a_layer_is_what_its_equations_say(count: int, chosen: int, inner: int) -> None:
     x = rows(33)
@@ -59,6 +60,7 @@ def test_a_layer_is_what_its_equations_say(count: int, chosen: int, inner: int) 
     assert gap(mixture(count, chosen, inner)(x.float()), wanted) <= 1e-5
 
 
+@pytest.mark.case(53)
 def test_shares_are_renormalised() -> None:
     """Logits 2, 1 and −5: of the two best, e / (e + 1) and its rest."""
     layer = mixture(3, 2, dtype=torch.float64)
@@ -68,6 +70,7 @@ def test_shares_are_renormalised() -> None:
     assert shares[0].tolist() == pytest.approx([0.731059, 0.268941], abs=1e-6)
 
 
+@pytest.mark.case(53)
 def test_the_router_computes_in_float32() -> None:
     """Two experts whose logits one bfloat16 cannot tell apart."""
     layer = mixture(2, 1).to(torch.bfloat16)
@@ -76,6 +79,7 @@ def test_the_router_computes_in_float32() -> None:
     assert chosen.tolist() == [[1]]
 
 
+@pytest.mark.case(53)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("counts", [(0, 3, 0, 5), (9, 0, 0, 0), (0, 0, 0, 1), (70, 1, 70, 0)], ids=str)
@@ -93,6 +97,7 @@ def test_all_forms_of_the_product_agree(counts: tuple[int, ...], dtype: torch.dt
         assert gap(found.double(), wanted) <= {torch.float64: 1e-14, torch.float32: 1e-6}.get(dtype, 8e-3)
 
 
+@pytest.mark.case(53)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_row_does_not_depend_on_the_others(dtype: torch.dtype) -> None:
     layer, x = mixture(dtype=dtype), rows(33).to(dtype)
@@ -104,6 +109,7 @@ def test_a_row_does_not_depend_on_the_others(dtype: torch.dtype) -> None:
     assert torch.equal(layer(x), together)
 
 
+@pytest.mark.case(53)
 def test_rows_that_like_all_experts_alike_are_treated_alike() -> None:
     """A router of zeros ties every expert: whichever are taken, they are the same for every row."""
     layer = mixture()

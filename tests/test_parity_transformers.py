@@ -198,6 +198,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pair]:
     return {name: make_pair(name, tmp_path_factory.mktemp("pair"), wild=1.0) for name in CONFIGS}
 
 
+@pytest.mark.case(50)
 @pytest.mark.parametrize("index", range(len(CONFIGS)), ids=CONFIGS)
 def test_all_outputs_agree_for_lengths_1_to_130_one_shot_and_split(index: int, pairs: dict[str, Pair]) -> None:
     """Lengths near the chunk's edges for every model; all the others are dealt out among the models."""

@@ -17,6 +17,7 @@ def model() -> QwenGDN:
     return tiny_model(1, dtype=torch.float64)
 
 
+@pytest.mark.case(5)
 @pytest.mark.parametrize("window", [1, 3, 8, 49, 50, 51])
 def test_prefill_in_windows_equals_one_pass_and_hands_out_every_row_once(model: QwenGDN, window: int) -> None:
     tokens = random_tokens(seeded(3), 1, 50)
@@ -45,6 +46,7 @@ def test_a_prefill_window_without_tokens_is_refused(model: QwenGDN, window: int)
     assert cache.length == 0
 
 
+@pytest.mark.case(5)
 def test_a_prompt_one_longer_than_the_default_window_keeps_all_memory() -> None:
     small = tiny_model(4, dtype=torch.float64, layer_types=SMALL)
     tokens = random_tokens(seeded(5), 1, PREFILL_WINDOW + 1)
@@ -57,6 +59,7 @@ def test_a_prompt_one_longer_than_the_default_window_keeps_all_memory() -> None:
     assert worst_gap(memory_of(cache), memory_of(wanted)) <= 1e-10
 
 
+@pytest.mark.case(10)
 def test_the_head_sees_one_row_a_token_however_long_the_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     wide = tiny_model(6, layer_types=SMALL[:2], vocab_size=50_000)
     tokens = random_tokens(seeded(7), 1, 4000, vocab=50_000)

@@ -15,6 +15,7 @@ X = torch.tensor([3.0, 4.0])
 UNIT_RMS = torch.tensor([0.848528, 1.131371])
 
 
+@pytest.mark.case(50)
 def test_block_norms_scale_by_one_plus_weight_and_the_others_by_the_weight() -> None:
     with torch.no_grad():
         centred, plain = RMSNorm(2, 0.0), PlainRMSNorm(2, 0.0)
@@ -47,6 +48,7 @@ def test_norms_of_low_precision_are_computed_in_float32_and_cast_last(dtype: tor
             assert torch.equal(norm.to(dtype)(*args), wanted)
 
 
+@pytest.mark.case(50)
 def test_rotary_turns_leading_halves_and_passes_the_rest() -> None:
     theta = 10000.0
     head = torch.arange(1.0, 17.0, dtype=torch.float64).view(1, 1, 1, 16)
@@ -78,6 +80,7 @@ def test_rotary_angles_are_exact_before_they_are_cast() -> None:
     assert torch.equal(low.cos, exact.cos.bfloat16()) and torch.equal(low.sin, exact.sin.bfloat16())
 
 
+@pytest.mark.case(50)
 def test_query_and_gate_rows_alternate_head_by_head() -> None:
     """Row block h of q_proj is head h's query and then its gate, not all queries and then all gates."""
     attention = GatedAttention(ModelConfig(**_ATTENTION)).double()  # type: ignore[arg-type]
@@ -121,6 +124,7 @@ _ATTENTION = {
 }
 
 
+@pytest.mark.case(52)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_decay_parameters_gated_norm_and_state_stay_in_float32(dtype: torch.dtype) -> None:
     model = tiny_model(2)
@@ -152,6 +156,7 @@ def test_float64_models_compute_in_float64_throughout() -> None:
     assert {part.dtype for part in memory_of(cache)} == {torch.float64}
 
 
+@pytest.mark.case(52)
 def test_two_thousand_bfloat16_steps_show_no_growing_error() -> None:
     low = tiny_model(5, layer_types=["linear_attention"]).to(torch.bfloat16)
     exact = tiny_model(5, layer_types=["linear_attention"]).to(torch.bfloat16).double()
@@ -168,6 +173,7 @@ def test_two_thousand_bfloat16_steps_show_no_growing_error() -> None:
     assert late <= 2 * early and max(errors) < 0.1
 
 
+@pytest.mark.case(52)
 def test_half_precision_with_a_residual_of_1e5_is_never_silently_wrong() -> None:
     """It overflows float16: what comes out is finite or visibly not a number, and check() sees a bad state."""
     model = tiny_model(7, layer_types=["linear_attention"]).half()

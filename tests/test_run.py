@@ -185,6 +185,7 @@ def test_what_is_decided_is_out_before_the_next_round(cycle: Path, monkeypatch: 
         assert text == scribe.written_text(count).rstrip("\ufffd")
 
 
+@pytest.mark.case(31)
 def test_the_stop_token_is_among_the_ids_and_not_in_the_text(run: Run, tmp_path: Path) -> None:
     ending = scribe.write_scribe(tmp_path, ending=True)
     ran = run("--target", ending, "--prompt", scribe.PROMPT, "--json")
@@ -194,6 +195,7 @@ def test_the_stop_token_is_among_the_ids_and_not_in_the_text(run: Run, tmp_path:
     assert "finish reason: stop" in ran.err
 
 
+@pytest.mark.case(60)
 def test_a_stop_token_that_is_an_ordinary_word_is_not_written_either(run: Run, tmp_path: Path) -> None:
     target = scribe.write_scribe(tmp_path, eos_token_id=scribe.CYCLE[-1])
     ran = run("--target", target, "--prompt", scribe.PROMPT, "--json")
@@ -215,6 +217,7 @@ def test_a_stop_text_ends_the_run_before_it(run: Run, cycle: Path, stop: list[st
     assert ran.json["settings"]["stop"] == stop
 
 
+@pytest.mark.case(60)
 def test_echo_writes_the_prompt_first_and_changes_no_text(run: Run, cycle: Path) -> None:
     ask = ["--target", cycle, "--max-new-tokens", 10, "--json", "--prompt"]
     assert run(*ask, "漢n").out.startswith("é漢🙂\n{")
@@ -275,6 +278,7 @@ def test_characters_that_the_output_cannot_spell_do_not_end_the_run(
 # How tokens are decided.
 
 
+@pytest.mark.case(60)
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_all_modes_and_budgets_write_the_same_tokens(run: Run, pair: list[object], dtype: str) -> None:
     ask = [*pair, "--prompt", "def fibonacci(n):", "--max-new-tokens", 24, "--dtype", dtype, "--json"]
@@ -352,7 +356,8 @@ SAMPLING = [
 ]
 
 
-@pytest.mark.parametrize(("flag", "value"), SAMPLING, ids=lambda value: f"case 37: {value}")
+@pytest.mark.case(37)
+@pytest.mark.parametrize(("flag", "value"), SAMPLING, ids=str)
 def test_bias_and_penalties_act_alike_with_and_without_drafts(
     run: Run, pair: list[object], flag: str, value: object
 ) -> None:
@@ -382,6 +387,7 @@ def test_options_that_change_nothing_are_noted(run: Run, pair: list[object]) -> 
     assert likeliest.json["seed"] is None and "\nseed " not in likeliest.err
 
 
+@pytest.mark.case(60)
 def test_a_chat_is_put_into_the_template_and_its_messages_yield_no_control_tokens(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -55,6 +55,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return scribe.write_scribe(tmp_path_factory.mktemp("scribe"), max_position_embeddings=64)
 
 
+@pytest.mark.case(9)
 @pytest.mark.usefixtures("no_weights")
 @pytest.mark.parametrize(
     ("argv", "words"),
@@ -115,6 +116,7 @@ def test_bad_values_and_combinations_are_bad_use(refused: Refused, argv: tuple[s
     assert words in refused(2, *argv)
 
 
+@pytest.mark.case(9)
 @pytest.mark.usefixtures("no_weights")
 def test_an_empty_or_broken_standard_input_is_bad_use(refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO(""))
@@ -304,6 +306,7 @@ def test_an_interrupt_while_loading_is_one_line(
     assert capsys.readouterr() == ("", "ddtree: interrupted\n")
 
 
+@pytest.mark.case(9)
 def test_a_prompt_of_white_space_is_a_prompt(target: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--target", str(target), "--prompt", " \n", "--max-new-tokens", "2"]) == 0
     assert "2 tokens after a prompt of" in capsys.readouterr().err

@@ -144,6 +144,7 @@ def test_the_vectorised_walk_is_the_accept_walk():
     assert lengths == {1, 2, 3}
 
 
+@pytest.mark.case(35)
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
 @pytest.mark.parametrize("top_p", [0.75, 1.0])
 def test_siblings_in_any_order_leave_the_law_of_fixed_logits_alone(temperature, top_p):
@@ -219,6 +220,7 @@ def test_a_nucleus_is_the_shortest_run_whose_mass_reaches_top_p():
         assert dict(zip(columns[0, kept].tolist(), weights[0, kept].tolist(), strict=True)) == expected
 
 
+@pytest.mark.case(38)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_nucleus_of_next_to_no_mass_is_the_likeliest_token(dtype):
     weights, columns, _ = nucleus(torch.tensor([[0.3, 0.4, 0.3]], dtype=dtype), 1e-17, FEW)
@@ -276,6 +278,7 @@ def test_no_uniform_number_draws_a_weight_of_zero(device):
 GREEDY = [{"temperature": 0.0}, {}, {"temperature": 5.0, "top_k": 1}, {"temperature": 0, "top_p": 0.1}]
 
 
+@pytest.mark.case(38)
 @pytest.mark.parametrize("settings", GREEDY, ids=str)
 def test_temperature_zero_and_top_k_one_take_the_likeliest_token(settings):
     logits = torch.randn(50, 300, generator=torch.Generator().manual_seed(1)).round()
@@ -286,6 +289,7 @@ def test_temperature_zero_and_top_k_one_take_the_likeliest_token(settings):
         assert tokens.dtype == torch.int64
 
 
+@pytest.mark.case(38)
 @pytest.mark.parametrize("temperature", [1e-300, 1e-30, 1e-6, 1e-4])
 @pytest.mark.parametrize("cuts", [{}, {"top_k": 5}, {"top_p": 0.9}, {"top_k": 5, "top_p": 0.9}], ids=str)
 def test_temperatures_near_zero_equal_greedy(temperature, cuts):
@@ -297,6 +301,7 @@ def test_temperatures_near_zero_equal_greedy(temperature, cuts):
         assert torch.equal(sampler(logits), likeliest(logits))
 
 
+@pytest.mark.case(35)
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_a_tree_walked_near_temperature_zero_emits_what_greedy_does(drafter):
     tree = draft(drafter, 1.0, 0)
@@ -304,6 +309,7 @@ def test_a_tree_walked_near_temperature_zero_emits_what_greedy_does(drafter):
     assert accept(tree, make_sampler(1e-6, top_p=0.8, seed=0)(logits)) == accept(tree, make_sampler()(logits))
 
 
+@pytest.mark.case(38)
 @pytest.mark.parametrize("temperature", [1e-300, 1e-6, 1.0, 100.0, 1e300])
 @pytest.mark.parametrize(
     "cuts", [{}, {"top_k": 6}, {"top_p": 1e-9}, {"top_p": 0.999}, {"top_k": 60, "top_p": 0.5}], ids=str
@@ -318,6 +324,7 @@ def test_impossible_tokens_are_never_drawn_and_one_is_always_left(temperature, c
     assert set(tokens[100:].tolist()) == {3}
 
 
+@pytest.mark.case(38)
 def test_heat_flattens_to_uniform():
     tokens = make_sampler(1e300, seed=0)(TABLE[ROOT].repeat(DRAWS, 1))
     assert fit(torch.bincount(tokens, minlength=VOCAB).tolist(), [1 / VOCAB] * VOCAB) > THRESHOLD
@@ -328,6 +335,7 @@ def test_huge_logits_do_not_overflow():
     assert set(make_sampler(1e-6, seed=0)(logits).tolist()) == {0, 2}
 
 
+@pytest.mark.case(38)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_low_precision_logits_are_drawn_with_float32_probabilities(dtype):
     logits = torch.randn(500, 3000, generator=torch.Generator().manual_seed(3)).to(dtype)
@@ -338,6 +346,7 @@ def test_low_precision_logits_are_drawn_with_float32_probabilities(dtype):
         assert torch.equal(low(logits), high(logits.float()))
 
 
+@pytest.mark.case(38)
 @pytest.mark.parametrize(
     ("settings", "fault"),
     [
@@ -422,6 +431,7 @@ def test_logits_must_be_rows_over_a_vocabulary(settings):
     assert nothing.shape == (0,) and nothing.dtype == torch.int64
 
 
+@pytest.mark.case(38)
 def test_top_k_beyond_the_vocabulary_keeps_everything():
     logits = TABLE.repeat(100, 1)
     everything = make_sampler(1.0, seed=8)(logits)

@@ -133,6 +133,7 @@ def check_step(session: Session) -> None:
 # Going on, going back, going elsewhere.
 
 
+@pytest.mark.case(21, 23)
 @every_drafter
 def test_turns_that_go_on_read_only_what_is_new(name: str) -> None:
     """Cases 21 and 23: the last emitted token, which is not in the cache, is the first that the next turn reads."""
@@ -219,6 +220,7 @@ def test_a_turn_of_no_tokens_reads_the_conversation_and_leaves_its_last_id() -> 
 # However a turn ends.
 
 
+@pytest.mark.case(24)
 @every_drafter
 @pytest.mark.parametrize("rounds", [0, 3])
 def test_a_closed_turn_leaves_what_its_rounds_decided(name: str, rounds: int) -> None:
@@ -248,6 +250,7 @@ SITES: dict[str, tuple[Any, str]] = {
 }
 
 
+@pytest.mark.case(24)
 @pytest.mark.parametrize("site", list(SITES))
 def test_a_failed_turn_leaves_a_session_that_can_be_used(site: str) -> None:
     """Case 24: in the prompt (of three windows) and in rounds, on a turn that goes on and on one that goes back."""
@@ -326,6 +329,7 @@ def test_an_earlier_turn_is_over_when_another_begins() -> None:
     assert len(list(unused)) > 1 and session.ids[:5] == ids_of(1, 5)
 
 
+@pytest.mark.case(23)
 def test_a_turn_ended_by_an_id_or_a_string_is_continued_from_its_last_token() -> None:
     session = Session(MODEL, drafter_of("f"), SPELLING)
     conversation = ids_of(0, 7)
@@ -536,6 +540,7 @@ def test_messages_are_encoded_by_the_template(tmp_path: Any) -> None:
 # What a session is made of.
 
 
+@pytest.mark.case(14)
 def test_a_snapshot_owns_its_bytes_and_is_restored_in_place() -> None:
     cache = MODEL.new_cache(64)
     MODEL(torch.tensor([ids_of(0, 9)]), cache)

@@ -70,6 +70,7 @@ def test_stop_strings_that_are_none_are_refused(stop: object) -> None:
 # A generation.
 
 
+@pytest.mark.case(23)
 @pytest.mark.parametrize("stop", STOPS, ids=repr)
 @pytest.mark.parametrize("name", ["right", "wrong", "scattered", "moody"])
 def test_ids_end_with_the_token_that_completes_a_stop_string_whatever_is_drafted(
@@ -87,6 +88,7 @@ def test_ids_end_with_the_token_that_completes_a_stop_string_whatever_is_drafted
         check_holds(cache, MODEL, [*prompt, *got[0]][:-1])
 
 
+@pytest.mark.case(32)
 @pytest.mark.parametrize("stop", STOPS, ids=repr)
 @pytest.mark.parametrize("stop_id", [None, *sorted({TRUTH[2], TRUTH[12]})])
 def test_the_ids_for_n_are_the_first_n_of_those_for_more(stop: tuple[str, ...], stop_id: int | None) -> None:

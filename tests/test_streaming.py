@@ -20,6 +20,7 @@ TRANSCRIPT = [*PROMPT, *TRUTH]
 SPELLING = Letters()
 
 
+@pytest.mark.case(33)
 def test_a_stream_is_the_rounds_of_the_loop_with_their_text_and_an_end() -> None:
     rounds = list(generate(MODEL, Scattered(TRANSCRIPT), PROMPT, max_new_tokens=30, budget=8))
     events = list(stream(MODEL, Scattered(TRANSCRIPT), SPELLING, PROMPT, max_new_tokens=30, budget=8))

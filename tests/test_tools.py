@@ -129,6 +129,7 @@ def test_a_tie_is_reported_and_not_refused() -> None:
     assert tie is not None and tie.gap == 0 and tie.place == 0 and tie.tokens == (twin_token, right[0])
 
 
+@pytest.mark.case(30)
 def test_a_gap_above_the_limit_of_the_dtype_is_a_fault_and_one_below_is_not() -> None:
     prompt, limit = prompt_of(5), exactness.TIES[torch.float32]
     for factor, fault in ((0.5, False), (2.0, True)):
@@ -192,6 +193,7 @@ def test_a_best_first_tree_may_accept_less_than_the_chain_and_is_counted(model: 
     assert figures.chain == 5 and figures.tree < 5 and figures.tree_below == COUNT and figures.spine == 5
 
 
+@pytest.mark.case(26)
 def test_a_tree_that_should_hold_the_chain_and_accepts_less_is_counted(
     model: QwenGDN, monkeypatch: pytest.MonkeyPatch
 ) -> None:

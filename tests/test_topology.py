@@ -41,6 +41,7 @@ def test_ancestors_depths_and_paths_equal_a_walk_up_the_parents():
         assert topology.ancestors.dtype == torch.bool
 
 
+@pytest.mark.case(27)
 def test_no_node_sees_a_sibling_that_comes_earlier_in_the_list():
     rows = ["".join(str(int(seen)) for seen in row) for row in Topology(HAND).ancestors.tolist()]
     assert rows == ["100000", "110000", "101000", "110100", "110010", "101001"]

@@ -93,6 +93,7 @@ class Fixed:
         return self.answer
 
 
+@pytest.mark.case(29)
 @pytest.mark.parametrize("first", range(0, 300, 50))
 def test_trees_of_logits_equal_brute_force_over_all_prefixes(first):
     for seed in range(first, first + 50):
@@ -141,6 +142,7 @@ def test_logits_and_the_same_numbers_as_path_scores_give_the_same_tree():
             assert ours.topology == theirs.topology
 
 
+@pytest.mark.case(29)
 def test_a_wide_vocabulary_with_ties_equals_brute_force():
     # Nothing beyond the `budget` first siblings can be reached, so the brute force may leave the rest out.
     for seed, budget in enumerate([1, 3, 7, 12]):
@@ -150,6 +152,7 @@ def test_a_wide_vocabulary_with_ties_equals_brute_force():
         assert drafted(build_tree(0, logits, budget)) == expected
 
 
+@pytest.mark.case(29)
 def test_every_tree_is_ordered_within_budget_and_has_distinct_siblings():
     for seed in range(200):
         logits = quantised_logits(seed, depth=6, vocab=9)
@@ -207,6 +210,7 @@ MARGINALS = [{A: 0.6, B: 0.3, C: 0.1}, {A: 0.5, B: 0.4, C: 0.1}]
 HAND_LOGITS = torch.tensor([[log(row[token]) for token in range(3)] for row in MARGINALS])
 
 
+@pytest.mark.case(29)
 def test_two_rows_by_hand_come_best_first():
     paths = drafted(build_tree(0, HAND_LOGITS, 7))
     assert paths[0] == (A,)
@@ -214,6 +218,7 @@ def test_two_rows_by_hand_come_best_first():
     assert paths[3:] == [(A, B), (B, A), (B, B), (C,)]
 
 
+@pytest.mark.case(29)
 @pytest.mark.parametrize(("budget", "nodes"), [(0, 0), (1, 1), (2, 2), (7, 7), (12, 12), (100, 12)])
 def test_a_budget_is_filled_as_far_as_there_are_prefixes(budget, nodes):
     tree = build_tree(7, HAND_LOGITS, budget)
@@ -234,6 +239,7 @@ def greedy_chain(children, depth):
     return [path[: i + 1] for i in range(len(path))]
 
 
+@pytest.mark.case(26)
 @pytest.mark.parametrize("seed", range(60))
 def test_a_spine_is_the_greedy_chain_and_then_the_best_of_all_other_prefixes(seed):
     logits = quantised_logits(seed)
@@ -263,6 +269,7 @@ def test_a_tree_knows_the_scores_of_its_paths(build):
         assert twin.log_probs == tree.log_probs and twin.topology == topology and twin.tokens.equal(tokens)
 
 
+@pytest.mark.case(29)
 def test_equal_scores_come_by_depth_of_probability_then_by_rank():
     assert drafted(build_tree(0, torch.zeros(2, 2), 100)) == [(0,), (1,), (0, 0), (0, 1), (1, 0), (1, 1)]
 
@@ -279,6 +286,7 @@ def test_ties_across_the_last_place_take_the_lower_id():
         assert drafted(build_tree(0, row, 4)) == [(7,), (0,), (1,), (2,)]
 
 
+@pytest.mark.case(29)
 def test_impossible_tokens_are_never_drafted():
     logits = torch.tensor([[-inf, 0.0, -inf, 1.0], [0.0, -inf, -inf, -inf]])
     assert sorted(drafted(build_tree(0, logits, 100))) == [(1,), (1, 0), (3,), (3, 0)]

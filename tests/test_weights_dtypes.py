@@ -50,6 +50,7 @@ def test_values_that_the_asked_type_cannot_hold_are_refused(tmp_path: Path) -> N
         load_target(tmp_path, dtype=torch.float16)
 
 
+@pytest.mark.case(57)
 @pytest.mark.parametrize("stored", [torch.float8_e4m3fn, torch.float8_e5m2])
 def test_eight_bit_tensors_are_refused_as_quantised(tmp_path: Path, stored: torch.dtype) -> None:
     tensors = ck.target_tensors(ck.target_config())
@@ -59,6 +60,7 @@ def test_eight_bit_tensors_are_refused_as_quantised(tmp_path: Path, stored: torc
         load_target(tmp_path)
 
 
+@pytest.mark.case(57)
 def test_scales_beside_a_weight_are_refused_as_quantised(tmp_path: Path) -> None:
     tensors = ck.target_tensors(ck.target_config())
     ck.write_target(tmp_path, tensors | {"layers.0.mlp.up_proj.weight_scale_inv": torch.ones(1, 1)})

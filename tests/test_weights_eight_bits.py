@@ -69,6 +69,7 @@ def write(folder: Path, stored: Mapping[str, Tensor], *, form: Any = FORM, raw: 
     return ck.write(folder, ck.nested(raw or config(), quantization_config=form), ck.as_stored(stored))
 
 
+@pytest.mark.case(57)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("block", [(128, 128), (32, 64)])
 def test_weights_are_their_numbers_times_their_blocks_scale(
@@ -210,6 +211,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.case(57)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_what_is_wrong_with_eight_bits_is_named_in_one_line(tmp_path: Path, fault: str) -> None:
     with pytest.raises(CheckpointError, match=FAULTS[fault]) as error:
@@ -217,6 +219,7 @@ def test_what_is_wrong_with_eight_bits_is_named_in_one_line(tmp_path: Path, faul
     assert "\n" not in str(error.value) and str(tmp_path) in str(error.value)
 
 
+@pytest.mark.case(57)
 @pytest.mark.parametrize(
     ("form", "words"),
     [
@@ -242,6 +245,7 @@ def test_other_ways_to_quantise_are_refused_by_name(form: Any, words: str, at_ro
         ModelConfig.from_dict(raw)
 
 
+@pytest.mark.case(57)
 def test_root_and_text_part_must_say_the_same() -> None:
     text = config() | {"quantization_config": FORM}
     same = ModelConfig.from_dict(ck.nested(text, quantization_config=FORM))

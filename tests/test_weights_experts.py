@@ -23,6 +23,7 @@ def write(folder: Path, stored: dict[str, torch.Tensor]) -> Path:
     return ck.write(folder, ck.nested(config()), ck.as_stored(stored))
 
 
+@pytest.mark.case(56)
 @pytest.mark.parametrize("inner", [24, 16, 32], ids=["neither", "2F = D", "F = D"])
 def test_both_layouts_fill_the_same_model(tmp_path: Path, inner: int) -> None:
     made = {"moe_intermediate_size": inner}
@@ -95,6 +96,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.case(56)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_what_is_wrong_with_experts_is_named_in_one_line(tmp_path: Path, fault: str) -> None:
     with pytest.raises(CheckpointError, match=FAULTS[fault]) as error:

@@ -45,6 +45,7 @@ def sharded(folder: Path, *files: str, tensors: dict[str, Tensor] = TEXT) -> Pat
     return ck.write(folder, CONFIG, tensors, ck.dealt(list(tensors), *files))
 
 
+@pytest.mark.case(54)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_shards_of_any_name_load_by_the_index(tmp_path: Path, layout: str) -> None:
     assert_loads(sharded(tmp_path, *LAYOUTS[layout]))
@@ -62,6 +63,7 @@ def test_without_an_index_all_top_level_files_are_read(tmp_path: Path, layout: s
     assert_loads(tmp_path)
 
 
+@pytest.mark.case(54)
 def test_files_in_subfolders_and_hidden_files_are_ignored(tmp_path: Path) -> None:
     ck.write(tmp_path, CONFIG, TEXT)
     ck.write(tmp_path / "original", CONFIG, {name: torch.zeros_like(t) for name, t in TEXT.items()})
@@ -69,6 +71,7 @@ def test_files_in_subfolders_and_hidden_files_are_ignored(tmp_path: Path) -> Non
     assert_loads(tmp_path)
 
 
+@pytest.mark.case(54)
 @pytest.mark.parametrize("lost", LAYOUTS["by layer"])
 def test_a_missing_shard_is_named_with_its_tensors(tmp_path: Path, lost: str) -> None:
     sharded(tmp_path, *LAYOUTS["by layer"])
@@ -106,6 +109,7 @@ DAMAGES: dict[str, Callable[[bytes], bytes]] = {
 }
 
 
+@pytest.mark.case(54)
 @pytest.mark.parametrize("indexed", [True, False])
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_file_is_named(tmp_path: Path, damage: str, indexed: bool) -> None:
@@ -127,6 +131,7 @@ def test_a_header_nested_beyond_reason_is_damage(tmp_path: Path) -> None:
     assert f"{file} is damaged" in refusal(tmp_path)
 
 
+@pytest.mark.case(54)
 @pytest.mark.parametrize("cut", [1, 100, 5000])
 def test_a_file_cut_short_names_the_tensors_it_lost(tmp_path: Path, cut: int) -> None:
     file = ck.write(tmp_path, CONFIG, TEXT) / "model.safetensors"
@@ -156,6 +161,7 @@ def test_a_tensor_in_two_files_is_refused_with_both(tmp_path: Path) -> None:
     assert NAMES[7] in message and "model.safetensors" in message and "again.safetensors" in message
 
 
+@pytest.mark.case(54)
 def test_an_index_that_places_a_tensor_where_it_is_not_is_stale(tmp_path: Path) -> None:
     files = ck.dealt(NAMES, "a.safetensors", "b.safetensors")
     ck.write(tmp_path, CONFIG, TEXT, files)
@@ -178,6 +184,7 @@ def test_a_tensor_that_the_index_does_not_place_in_its_file_is_stale(tmp_path: P
         assert moved in refusal(folder)
 
 
+@pytest.mark.case(54)
 def test_a_file_that_the_index_does_not_name_is_stale(tmp_path: Path) -> None:
     sharded(tmp_path, "a.safetensors", "b.safetensors")
     save_file(TEXT, tmp_path / "model.safetensors")

@@ -12,6 +12,7 @@ from qwen_gdn import ModelConfig, QwenGDN
 from weights import CheckpointError, load_drafter, load_target, read_drafter, read_target
 
 
+@pytest.mark.case(55)
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("prefix", [ck.PUBLISHED, ck.TEXT_ONLY])
 @pytest.mark.parametrize("flat", [False, True])
@@ -29,6 +30,7 @@ def test_both_prefixes_both_config_shapes_and_both_heads_give_the_same_model(
     torch.testing.assert_close(model.logits(hidden), hidden @ head.T)
 
 
+@pytest.mark.case(54)
 def test_no_parameter_keeps_what_it_was_built_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def build(config: ModelConfig) -> QwenGDN:
         model = QwenGDN(config).to_empty(device="cpu")
@@ -41,6 +43,7 @@ def test_no_parameter_keeps_what_it_was_built_with(tmp_path: Path, monkeypatch: 
     assert all(bool(p.isfinite().all()) for p in load_target(tmp_path).parameters())
 
 
+@pytest.mark.case(55)
 def test_visual_mtp_and_rotary_tensors_are_left_out_and_counted(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -56,6 +59,7 @@ def test_visual_mtp_and_rotary_tensors_are_left_out_and_counted(
     assert "'mtp.*': 2" in caplog.text
 
 
+@pytest.mark.case(55)
 def test_a_head_stored_beside_the_embedding_it_is_tied_to_is_left_out_if_equal(tmp_path: Path) -> None:
     config = ck.target_config(tie_word_embeddings=True)
     tensors = ck.target_tensors(config)
@@ -66,6 +70,7 @@ def test_a_head_stored_beside_the_embedding_it_is_tied_to_is_left_out_if_equal(t
     assert report.skipped == {"lm_head.weight of a tied model": 1}
 
 
+@pytest.mark.case(55)
 @pytest.mark.parametrize("row", [0, 50, 96])
 def test_a_stored_head_that_differs_from_the_embedding_it_is_tied_to_is_refused(tmp_path: Path, row: int) -> None:
     config = ck.target_config(tie_word_embeddings=True)
@@ -94,6 +99,7 @@ def test_a_stored_head_that_cannot_equal_a_tied_embedding_is_refused_by_what_it_
     assert "tie_word_embeddings" not in str(error.value)
 
 
+@pytest.mark.case(55)
 def test_an_untied_model_without_a_head_is_refused(tmp_path: Path) -> None:
     tensors = ck.target_tensors(ck.target_config())
     del tensors["lm_head.weight"]
@@ -102,6 +108,7 @@ def test_an_untied_model_without_a_head_is_refused(tmp_path: Path) -> None:
         load_target(tmp_path)
 
 
+@pytest.mark.case(55)
 def test_tie_flags_that_disagree_between_root_and_text_are_refused(tmp_path: Path) -> None:
     config = ck.target_config(tie_word_embeddings=True)
     ck.write(tmp_path, ck.nested(config, tie_word_embeddings=False), ck.as_stored(ck.target_tensors(config)))
@@ -144,6 +151,7 @@ def test_each_tensor_of_another_shape_is_refused_by_name_and_file(tmp_path: Path
         assert str(list(tensor.shape)) in message
 
 
+@pytest.mark.case(55)
 @pytest.mark.parametrize(
     "name",
     [
@@ -203,6 +211,7 @@ def test_a_config_error_names_the_file(tmp_path: Path) -> None:
         load_target(ck.write(tmp_path, config, tensors))
 
 
+@pytest.mark.case(43)
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float64])
 def test_a_drafter_loads_in_whole(tmp_path: Path, dtype: torch.dtype | None) -> None:
     config = ck.drafter_config()
@@ -214,6 +223,7 @@ def test_a_drafter_loads_in_whole(tmp_path: Path, dtype: torch.dtype | None) -> 
     assert not any(p.requires_grad for p in drafter.parameters()) and not drafter.training
 
 
+@pytest.mark.case(48)
 @pytest.mark.parametrize("name", ["embed_tokens.weight", "lm_head.weight", "mtp.fc.weight", "layers.2.mlp.x"])
 def test_unknown_drafter_tensors_are_refused_by_name(tmp_path: Path, name: str) -> None:
     config = ck.drafter_config()

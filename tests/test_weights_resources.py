@@ -22,6 +22,7 @@ def test_a_loaded_model_is_in_eval_mode_without_gradients_and_disturbs_no_random
     assert torch.is_grad_enabled() and torch.get_default_dtype() == torch.float32
 
 
+@pytest.mark.case(55)
 def test_parameters_own_their_storage_and_survive_the_file(tmp_path: Path) -> None:
     tensors = ck.target_tensors(ck.target_config())
     file = ck.write_target(tmp_path, tensors) / "model.safetensors"

@@ -10,6 +10,7 @@ from qwen_gdn import ModelConfig
 from weights import CheckpointError, stop_ids
 
 
+@pytest.mark.case(58)
 @pytest.mark.parametrize(
     ("text", "root", "generation", "expected"),
     [

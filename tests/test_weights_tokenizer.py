@@ -19,6 +19,7 @@ def test_plain_text_encodes_as_the_library_does(tmp_path: Path) -> None:
         assert ours.encode(text) == inner.encode(text, add_special_tokens=False).ids
 
 
+@pytest.mark.case(60)
 def test_control_tokens_in_plain_text_are_text_unless_asked_for(tmp_path: Path) -> None:
     inner, ours = byte_level(), saved(tmp_path, byte_level())
     draw = random.Random(1)
@@ -94,6 +95,7 @@ def test_ids_of_padding_rows_decode_to_nothing_and_negative_ones_are_refused(tmp
             ours.decode([*a, -1])
 
 
+@pytest.mark.case(60)
 def test_end_of_text_is_printed_only_on_request(tmp_path: Path) -> None:
     ours = saved(tmp_path, byte_level())
     end = ours.token_id("<|im_end|>")
