@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .cache import Branch, HybridCache
+from .cache import HybridCache
 from .checked import NonFiniteError, shown
+from .committed import Window
 from .config import ModelConfig
-from .lanes import Memory
-from .model import Hidden, LayerId, QwenGDN
+from .model import CacheOrBranch, Hidden, LayerId, QwenGDN
 
 
 class Watched:
@@ -46,15 +46,20 @@ class Watched:
         return self.model.device
 
     def __call__(
-        self, tokens: Tensor, memory: HybridCache | Branch | None = None, *, capture: Sequence[LayerId] = ()
+        self,
+        tokens: Tensor,
+        memory: CacheOrBranch | None = None,
+        *,
+        mask: Tensor | None = None,
+        capture: Sequence[LayerId] = (),
     ) -> Hidden:
         """What `QwenGDN.forward` does. It raises what that raises, and `NonFiniteError`."""
         with _during(_stage(tokens, memory)):
             if memory is not None:
                 self.check_memory(memory)
-                (memory.cache if isinstance(memory, Branch) else memory).check()
+                (memory.cache if isinstance(memory, Window) else memory).check()
             with watch(self.model, "model"):
-                hidden: Hidden = self.model(tokens, memory, capture=capture)
+                hidden: Hidden = self.model(tokens, memory, mask=mask, capture=capture)
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -73,7 +78,7 @@ class Watched:
         """Empty memory, as `QwenGDN.new_cache` makes it."""
         return self.model.new_cache(capacity, batch, rollback)
 
-    def check_memory(self, memory: Memory) -> None:
+    def check_memory(self, memory: object) -> None:
         """Raises ValueError if this is no cache or branch, or one of another architecture or dtype."""
         self.model.check_memory(memory)
 
@@ -106,9 +111,9 @@ def _during(stage: str) -> Iterator[None]:
         raise NonFiniteError(f"{stage}: {error}") from None
 
 
-def _stage(tokens: Tensor, memory: Memory | None) -> str:
+def _stage(tokens: Tensor, memory: CacheOrBranch | None) -> str:
     count = tokens.shape[-1] if isinstance(tokens, Tensor) and tokens.dim() else 0
-    if isinstance(memory, Branch):
+    if isinstance(memory, Window):
         return f"verify of a tree of {count} nodes"
     return "step of one token" if count == 1 else f"prefill of {count} tokens"
 

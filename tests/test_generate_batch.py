@@ -123,7 +123,8 @@ def test_every_proposer_of_which_each_row_has_its_own(name: str) -> None:
         assert row == list(generate(MODEL, proposer, prompt, max_new_tokens=25, budget=7))
 
 
-def test_case_19_rows_that_accept_one_and_six_tokens_a_round() -> None:
+@pytest.mark.case(19)
+def test_rows_that_accept_one_and_six_tokens_a_round() -> None:
     proposers = [PROPOSERS["wrong"](TRANSCRIPTS[0], 0), Right(TRANSCRIPTS[1])]
     rows = written(generate_batch(MODEL, proposers, PROMPTS[:2], max_new_tokens=25, budget=5, build=build_chain))
     assert [[len(done.tokens) for done in row[1:]] for row in rows] == [[1] * 24, [6] * 4]

@@ -103,6 +103,22 @@ def test_a_forward_that_raises_leaves_its_cache() -> None:
         watched(torch.tensor([1, 2]))
 
 
+def test_rows_of_different_lengths_are_watched_as_well() -> None:
+    model = tiny_model(3, layer_types=SMALL)
+    tokens, mask = torch.tensor([[1, 2, 3], [0, 4, 5]]), torch.tensor([[1, 1, 1], [0, 1, 1]])
+    ours, theirs = (model.new_cache(9, batch=2, ragged=True) for _ in range(2))
+    assert torch.equal(Watched(model)(tokens, ours, mask=mask).final, model(tokens, theirs, mask=mask).final)
+    poisoned(model, "layers.2.mlp.down_proj.weight")
+    with pytest.raises(NonFiniteError, match=r"^prefill of 3 tokens: model: layers\.2\.mlp\.down_proj"):
+        Watched(model)(tokens, ours, mask=mask)
+    assert ours.lengths.tolist() == [3, 2]
+    layer = ours[0]
+    assert isinstance(layer, DeltaCache)
+    layer.state[1] = torch.nan
+    with pytest.raises(NonFiniteError, match="verify of a tree of 2 nodes: cache: the state or factors of layer 0"):
+        Watched(model)(tokens[:, :2], ours.branch([Topology([-1, 0])] * 2))
+
+
 @pytest.mark.parametrize("name", ["lm_head.weight", "embed_tokens.weight"])
 def test_head_and_embeddings_are_named(name: str) -> None:
     model = small_model()

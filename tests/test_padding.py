@@ -21,11 +21,12 @@ def padded(texts: list[Tensor], pads: Tensor) -> tuple[Tensor, Tensor]:
     return tokens, mask
 
 
+@pytest.mark.case(7)
 @SHAPES
 @BOTH
 @pytest.mark.parametrize("memory", [False, True], ids=["no cache", "ragged cache"])
 @pytest.mark.parametrize("more", [0, 1, 3, 5])
-def test_case_7_left_padding_equals_the_text_without_it(
+def test_left_padding_equals_the_text_without_it(
     more: int, memory: bool, dtype: torch.dtype, shape: dict[str, object]
 ) -> None:
     """Several rows and one, padded further than any needs to be, by random ids and by ids that are none."""
@@ -50,7 +51,8 @@ def test_case_7_left_padding_equals_the_text_without_it(
         assert same_bits([results[0].final, *results[0].captured], [results[1].final, *results[1].captured])
 
 
-def test_case_7_a_continuation_equals_that_of_the_text_without_padding() -> None:
+@pytest.mark.case(7)
+def test_a_continuation_equals_that_of_the_text_without_padding() -> None:
     model, draw = tiny_model(3), seeded(0)
     texts = [random_tokens(draw, 1, n) for n in (15, 6, 3)]
     cache = model.new_cache(20, batch=3, ragged=True)
@@ -67,8 +69,9 @@ def test_case_7_a_continuation_equals_that_of_the_text_without_padding() -> None
     assert cache.lengths.tolist() == [15, 6, 3]
 
 
+@pytest.mark.case(8)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_case_8_a_row_of_padding_alone_and_padding_queries_are_finite(dtype: torch.dtype) -> None:
+def test_a_row_of_padding_alone_and_padding_queries_are_finite(dtype: torch.dtype) -> None:
     model, draw = tiny_model(4, dtype=dtype), seeded(1)
     cache = model.new_cache(20, batch=3, ragged=True)
     tokens = random_tokens(draw, 3, 8)

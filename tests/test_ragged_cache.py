@@ -109,7 +109,8 @@ def test_random_windows_and_appends_leave_each_row_as_if_alone(
             assert worst_gap(row_memory(cache, row), fresh_memory(model, text)) <= TOLERANCE[dtype]
 
 
-def test_case_19_rows_that_accept_one_and_five_tokens() -> None:
+@pytest.mark.case(19)
+def test_rows_that_accept_one_and_five_tokens() -> None:
     model, cache, texts = started([7, 3])
     nodes = random_tokens(seeded(1), 2, 6)
     model(nodes, cache.branch([Topology([-1] + [0] * 5), Topology.chain(6)]))
