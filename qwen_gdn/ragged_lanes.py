@@ -196,11 +196,9 @@ class RaggedTreeDelta:
         each = torch.arange(len(chosen.paths), device=chosen.paths.device)[:, None]
         k, u, log_decay, columns = (part[each, chosen.paths] for part in self.tensors())
         # A token that wrote nothing and did not decay leaves a state as it is.
-        u, log_decay = (
-            u.masked_fill(chosen.beyond[..., None, None], 0),
-            log_decay.masked_fill(chosen.beyond[..., None], 0),
-        )
-        state = absorb(self._layer.state, Factors(k, u, log_decay))
+        beyond = chosen.beyond[..., None]
+        factors = Factors(k, u.masked_fill(beyond[..., None], 0), log_decay.masked_fill(beyond, 0))
+        state = absorb(self._layer.state, factors)
         joined = torch.cat((self._layer.columns, columns), dim=1)
         return DeltaCache(state, _newest(joined, chosen.counts, self._layer))
 
@@ -209,6 +207,11 @@ class RaggedTreeDelta:
 
 
 def _newest(joined: Tensor, counts: Tensor, layer: DeltaCache) -> Tensor:
-    """As many columns of each row as the layer keeps: its own and the next `counts` of a row of `joined`, the last."""
+    """The columns that a layer keeps next, as many as now: of its own and `counts` new ones a row, the last.
+
+    Args:
+        joined: [B, W − 1 + T, C], the layer's own and then the new ones.
+        counts: int64 [B].
+    """
     places = counts[:, None] + torch.arange(layer.columns.shape[1], device=counts.device)
     return joined[torch.arange(len(joined), device=counts.device)[:, None], places]
