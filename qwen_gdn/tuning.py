@@ -35,7 +35,7 @@ def tuned_in_graphs() -> Iterator[None]:
     try:
         yield
     finally:
-        del benchmarker.benchmark_gpu  # the instance's, so that the class's shows again
+        benchmarker.benchmark_gpu = before  # perhaps of another that is still open
 
 
 def _replayed(call: Callable[[], object]) -> float:
