@@ -6,7 +6,7 @@ cache, and each row keeps its own path.
 
 import copy
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from types import FunctionType
 from typing import TypeVar, cast
 
@@ -30,7 +30,7 @@ from qwen_gdn.ragged import RaggedCache
 from .contexts import Replicable
 from .loop import Loop, Round
 from .proposer import Proposer, bound_layers
-from .rows import Observe, Row
+from .rows import Forwards, Observe, Row
 from .tree import Build, DraftTree, build_tree
 
 T = TypeVar("T")
@@ -96,17 +96,8 @@ def generate_batch(
     return Loop(target, Together(target, memory, layers, on_stage), rows, build, on_stage).run(ids, prefill_window)
 
 
-class Together:
+class Together(Forwards[QwenGDN, RaggedCache]):
     """Forwards over rows of their own lengths, of which some may have ended."""
-
-    def __init__(self, target: QwenGDN, cache: RaggedCache, layers: Sequence[LayerId], on_stage: OnStage) -> None:
-        self.target = target
-        self.cache = cache
-        self.layers = layers
-        self.on_stage = on_stage
-
-    def transaction(self) -> AbstractContextManager[None]:
-        return self.cache.transaction()
 
     def read(self, prompts: Sequence[Tensor], window: int, observe: Observe) -> Tensor:
         lengths = [prompt.shape[1] for prompt in prompts]

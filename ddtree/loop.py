@@ -8,7 +8,7 @@ law of plain decoding; greedily it is plain decoding's output.
 
 from collections.abc import Callable, Collection, Generator, Sequence
 from contextlib import closing, nullcontext
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -131,7 +131,7 @@ class Loop:
     """The rounds of a generation of one row or more, each of which is as it would be alone."""
 
     def __init__(
-        self, target: HybridModel, forwards: Forwards, rows: Sequence[Row], build: Build, on_stage: OnStage
+        self, target: HybridModel, forwards: Forwards[Any, Any], rows: Sequence[Row], build: Build, on_stage: OnStage
     ) -> None:
         self.target = target
         self.forwards = forwards

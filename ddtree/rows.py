@@ -1,12 +1,14 @@
 """The rows of a generation: what is known of each, and the target's forwards over the memory of all."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import NamedTuple, Protocol
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from torch import Tensor
 
 from qwen_gdn.cache import HybridCache
+from qwen_gdn.committed import CommittedMemory
 from qwen_gdn.decode import Draws, HybridModel, OnStage, prefill
 from qwen_gdn.model import Hidden, LayerId
 
@@ -87,12 +89,24 @@ Observe = Callable[[int, Hidden], None]
 """Told what a forward has made of newly committed tokens of a row: its number, and its own part of a batch of one."""
 
 
-class Forwards(Protocol):
+M = TypeVar("M", bound=HybridModel)
+C = TypeVar("C", bound=CommittedMemory[Any])
+
+
+class Forwards(ABC, Generic[M, C]):
     """The target's forwards over the memory of the rows of a generation."""
+
+    def __init__(self, target: M, cache: C, layers: Sequence[LayerId], on_stage: OnStage) -> None:
+        self.target = target
+        self.cache = cache
+        self.layers = layers
+        self.on_stage = on_stage
 
     def transaction(self) -> AbstractContextManager[None]:
         """Puts the memory of all rows back if its body raises."""
+        return self.cache.transaction()
 
+    @abstractmethod
     def read(self, prompts: Sequence[Tensor], window: int, observe: Observe) -> Tensor:
         """Commits prompts [1, T], T = 0 too, of all rows window by window.
 
@@ -100,6 +114,7 @@ class Forwards(Protocol):
             each row's last final hidden state, [B, D]; anything where T = 0.
         """
 
+    @abstractmethod
     def verify(self, trees: Mapping[int, DraftTree], branched: bool) -> list[Hidden]:
         """Runs the trees of rows: through a window, or, where they are all roots alone, as tokens kept at once.
 
@@ -107,21 +122,13 @@ class Forwards(Protocol):
             the hidden states of each tree's nodes, [1, N, D], in the order of the trees.
         """
 
+    @abstractmethod
     def commit(self, paths: Mapping[int, list[int]]) -> None:
         """Keeps a path of every row's tree in the window."""
 
 
-class Alone:
+class Alone(Forwards[HybridModel, HybridCache]):
     """Forwards over one sequence."""
-
-    def __init__(self, target: HybridModel, cache: HybridCache, layers: Sequence[LayerId], on_stage: OnStage) -> None:
-        self.target = target
-        self.cache = cache
-        self.layers = layers
-        self.on_stage = on_stage
-
-    def transaction(self) -> AbstractContextManager[None]:
-        return self.cache.transaction()
 
     def read(self, prompts: Sequence[Tensor], window: int, observe: Observe) -> Tensor:
         return prefill(

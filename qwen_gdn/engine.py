@@ -16,9 +16,8 @@ from torch import Tensor
 
 from .cache import Branch, HybridCache
 from .checked import shown
-from .config import ModelConfig
+from .face import ModelFace
 from .joined import join_projections
-from .lanes import Memory
 from .layer_cache import LayerCache
 from .model import Hidden, LayerId, QwenGDN
 from .program_set import ProgramSet, Verified
@@ -32,7 +31,7 @@ GRAIN = 1024  # rows by which memory is sized, so that a later generation finds 
 IDLE = 2  # memories that are kept, programs included, when no cache uses them
 
 
-class Engine:
+class Engine(ModelFace):
     """Runs a model's forwards over caches that it makes; results are the model's, to rounding.
 
     A program is compiled and recorded when it is first needed, once for each memory and choice of captured layers, and
@@ -60,40 +59,16 @@ class Engine:
         if not self.sizes:
             raise ValueError("engine: sizes must hold at least one count of nodes, got none")
         join_projections(model)
-        self.model = model
+        super().__init__(model)
         self._kind = (model.device, model.dtype)
         self._announce = announce
         self._own: WeakSet[ProgramSet] = WeakSet()
         self._idle: list[ProgramSet] = []
 
-    @property
-    def config(self) -> ModelConfig:
-        return self.model.config
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.model.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.model.device
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """The head: [..., D] -> [..., vocab]."""
-        return self.model.logits(hidden)
-
-    def embed(self, tokens: Tensor) -> Tensor:
-        """Token embeddings: integers [...] -> [..., D]."""
-        return self.model.embed(tokens)
-
-    def check_memory(self, memory: Memory) -> None:
-        """Raises ValueError if this is no cache or branch, or one of another architecture or dtype."""
-        self.model.check_memory(memory)
-
     def new_cache(self, capacity: int, batch: int = 1, rollback: int = 0) -> HybridCache:
         """Empty memory, as `QwenGDN.new_cache` makes it; of one sequence without rollback at fixed addresses."""
         if (type(capacity), type(batch), type(rollback)) != (int, int, int) or batch != 1 or rollback or capacity < 1:
-            return self.model.new_cache(capacity, batch, rollback)
+            return super().new_cache(capacity, batch, rollback)
         self._check_model()
         return self._static_cache(capacity)
 

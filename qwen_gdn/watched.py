@@ -7,17 +7,15 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from .cache import HybridCache
 from .checked import NonFiniteError, shown
 from .committed import Window
-from .config import ModelConfig
+from .face import ModelFace
 from .model import CacheOrBranch, Hidden, LayerId, QwenGDN
 
 
-class Watched:
+class Watched(ModelFace):
     """A model whose forwards raise `NonFiniteError` where numbers stop being finite; it has the model's own face.
 
     Before a forward it looks at the memory that this reads, then at what every module puts out, then at logits and
@@ -31,19 +29,7 @@ class Watched:
     def __init__(self, model: QwenGDN) -> None:
         if not isinstance(model, QwenGDN):
             raise ValueError(f"watched: takes a QwenGDN, got {shown(model)}")
-        self.model = model
-
-    @property
-    def config(self) -> ModelConfig:
-        return self.model.config
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.model.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.model.device
+        super().__init__(model)
 
     def __call__(
         self,
@@ -63,24 +49,14 @@ class Watched:
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """The head: [..., D] -> [..., vocab]."""
-        logits = self.model.logits(hidden)
+        logits = super().logits(hidden)
         _check(logits, "model: the head's logits")
         return logits
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """Token embeddings: integers [...] -> [..., D]."""
-        embedded = self.model.embed(tokens)
+        embedded = super().embed(tokens)
         _check(embedded, "model: embeddings")
         return embedded
-
-    def new_cache(self, capacity: int, batch: int = 1, rollback: int = 0) -> HybridCache:
-        """Empty memory, as `QwenGDN.new_cache` makes it."""
-        return self.model.new_cache(capacity, batch, rollback)
-
-    def check_memory(self, memory: object) -> None:
-        """Raises ValueError if this is no cache or branch, or one of another architecture or dtype."""
-        self.model.check_memory(memory)
 
 
 @contextmanager

@@ -20,15 +20,17 @@ import copy
 import json
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean as mean
 from typing import NamedTuple, TypeVar
 
 import torch
-from torch import Tensor
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]  # how memory is compared is the tests' own
+
+from tiny import memory_of, worst_gap  # noqa: E402
 
 from ddtree import Session, generate, make_sampler  # noqa: E402
 from ddtree.arguments import whole  # noqa: E402
@@ -72,7 +74,7 @@ def turns(count: int, new: int) -> tuple[list[str], dict[str, object], bool]:
         plain = list(decode(target, conversation, max_new_tokens=new))
         tie = referee.judge(f"turn {number}", conversation, turn.ids, plain)
         read = len(conversation) - session.reused
-        gap = worst_gap(session._cache, fresh)
+        gap = worst_gap(memory_of(session._cache), memory_of(fresh))
         found.append(Turn(len(session.ids), read, gap, tie is not None, seconds, fresh_seconds))
     lines = [
         f"turn {i:3}: transcript {t.length:5}, read {t.read:3}, worst gap {t.gap:.1e}{', a tie' if t.tie else ''}, "
@@ -121,37 +123,15 @@ def rounds(count: int, every: int) -> tuple[list[str], dict[str, object], bool]:
     return lines, summary, last <= GROWTH * first
 
 
-def worst_gap(ours: HybridCache, theirs: HybridCache) -> float:
-    """The largest max|a − b| / max|b| over the committed tensors of two caches of one length."""
-    assert ours.length == theirs.length
-    return max(_gap(a, b) for a, b in zip(_committed(ours), _committed(theirs), strict=True))
-
-
 def state_error(low: HybridCache, exact: HybridCache) -> float:
     """The root of the mean, over the delta layers, of |a − b|² / |b|² of their states."""
     pairs = [(a.state.double(), b.state) for a, b in zip(low, exact, strict=True) if isinstance(a, DeltaCache)]
     return mean([float((a - b).square().sum() / b.square().sum()) for a, b in pairs]) ** 0.5
 
 
-def _committed(cache: HybridCache) -> Iterator[Tensor]:
-    for layer in cache:
-        if isinstance(layer, DeltaCache):
-            yield from (layer.state, layer.columns)
-        else:
-            yield from (layer.keys[:, :, : cache.length], layer.values[:, :, : cache.length])
-
-
-def _gap(a: Tensor, b: Tensor) -> float:
-    return float((a - b).abs().max() / b.abs().max().clamp_min(1e-30))
-
-
 def ends(values: Sequence[T], count: int) -> tuple[Sequence[T], Sequence[T]]:
     """The first and the last of them."""
     return values[:count], values[-count:]
-
-
-def mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
