@@ -1,6 +1,7 @@
 """What the command lines of the tools share: bad use ends in one line with status 2, and some forms of values."""
 
 import argparse
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
@@ -28,6 +29,17 @@ def documented_parser(prog: str, documentation: str | None) -> ToolParser:
 def wholes(least: int) -> Callable[[str], list[int]]:
     """A type of argument: integers of at least `least` with commas between them."""
     return lambda text: [whole(least)(part.strip()) for part in text.split(",")]
+
+
+def amount(text: str) -> float:
+    """A type of argument: a finite number of at least 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a finite number of at least 0, got {text!r}")
+    return value
 
 
 def file(text: str) -> Path:

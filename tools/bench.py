@@ -85,7 +85,7 @@ def speed(options: argparse.Namespace) -> Result:
             count=options.max_new_tokens,
         )
         lines += ["", *tables.heading(prompts), *tables.speed(outcome)]
-        figures.append(_about(prompts) | outcome.as_json() | _ties(outcome.ties))
+        figures.append(prompts.about() | outcome.as_json() | _ties(outcome.ties))
     return Result(lines, {"sets": figures, "window": window._asdict(), "dtype": str(pair.target.dtype)})
 
 
@@ -101,7 +101,7 @@ def acceptance(options: argparse.Namespace) -> Result:
         sound = sound and not any(each.spine_below for each in forced)
         lines += [*tables.heading(prompts), *tables.acceptance(used, forced), ""]
         figures.append(
-            _about(prompts)
+            prompts.about()
             | {"looping": used.looping, "in_use": [_named(each.mode, each._asdict()) for each in used.modes]}
             | {"teacher_forced": [each._asdict() for each in forced]}
             | _ties(used.ties)
@@ -120,7 +120,7 @@ def batch(options: argparse.Namespace) -> Result:
         found, ties = measure_batch(pair, ragged, modes, alternations=options.rounds, count=options.max_new_tokens)
         prompts = prompts._replace(prompts=ragged)
         lines += [*tables.heading(prompts), *tables.batch(found, ties), ""]
-        figures.append(_about(prompts) | {"modes": [each.as_json() for each in found]} | _ties(ties))
+        figures.append(prompts.about() | {"modes": [each.as_json() for each in found]} | _ties(ties))
     return Result(lines, {"sets": figures, "dtype": str(pair.target.dtype)})
 
 
@@ -201,16 +201,6 @@ def _prompt_sets(options: argparse.Namespace, limit: int | None, *, only_first: 
     sets = (read_prompts(file, encode, limit) for file in files)
     ordered = sorted(sets, key=lambda each: (max(map(len, each.prompts)), each.name))
     yield from ordered[: 1 if only_first else None]
-
-
-def _about(prompts: PromptSet) -> dict[str, Any]:
-    longest = max(map(len, prompts.prompts))
-    return {
-        "name": prompts.name,
-        "licence": prompts.licence,
-        "prompts": len(prompts.prompts),
-        "longest": longest,
-    }
 
 
 def _ties(ties: Sequence[tuple[str, Any]]) -> dict[str, Any]:

@@ -68,7 +68,7 @@ def in_use(pair: Pair, prompts: Sequence[Sequence[int]], modes: Sequence[Mode], 
     Raises:
         DifferentOutputError: a mode wrote something else than plain decoding and rounding does not explain it.
     """
-    referee = Referee(pair.target)
+    referee = Referee(pair.model)
     ties: list[tuple[str, NearTie]] = []
     rounds: dict[Mode, list[list[Round]]] = {mode: [] for mode in modes}
     looping: list[bool] = []

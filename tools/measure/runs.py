@@ -1,5 +1,5 @@
-"""One generation in one mode, timed from outside by `next()`. All modes decode greedily and ignore stop ids, so that
-every mode writes the same number of tokens."""
+"""One generation in one mode, timed from outside by `next()`. All modes ignore stop ids, so that every mode writes the
+same number of tokens."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -9,17 +9,23 @@ from typing import Literal, NamedTuple
 import torch
 
 from ddtree import Proposer, Round, build_chain, build_spine, build_tree, generate
-from qwen_gdn import QwenGDN, decode
-from qwen_gdn.decode import OnStage
+from qwen_gdn import QwenGDN, decode, greedy
+from qwen_gdn.decode import HybridModel, OnStage, Sampler
+from qwen_gdn.engine import Engine
 
 _BUILDS = {"chain": build_chain, "tree": build_tree, "spine": build_spine}
 
 
 class Pair(NamedTuple):
-    """A target and what drafts for it."""
+    """A target, or an engine that runs it, and what drafts for it."""
 
-    target: QwenGDN
+    target: HybridModel
     drafter: Proposer
+
+    @property
+    def model(self) -> QwenGDN:
+        """The target itself."""
+        return self.target.model if isinstance(self.target, Engine) else self.target
 
 
 class Mode(NamedTuple):
@@ -33,6 +39,23 @@ class Mode(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.kind} {self.budget}" if self.budget else self.kind
+
+    @property
+    def word(self) -> str:
+        """As a command line has it: `plain`, `tree:16`."""
+        return str(self).replace(" ", ":")
+
+    @classmethod
+    def read(cls, word: str) -> "Mode":
+        """The mode of a word; ValueError if there is none."""
+        kind, *budget = word.split(":")
+        if kind == PLAIN.kind and not budget:
+            return PLAIN
+        if kind in _BUILDS and len(budget) == 1 and budget[0].isascii() and budget[0].isdigit() and int(budget[0]):
+            return cls(kind, int(budget[0]))
+        raise ValueError(
+            f"there is no mode {word!r}; there are {', '.join([PLAIN.kind, *(f'{k}:N' for k in _BUILDS)])}"
+        )
 
 
 PLAIN = Mode("plain")
@@ -74,11 +97,18 @@ class StageClock:
             self.seconds[stage] += time.perf_counter() - start
 
 
-def run(pair: Pair, mode: Mode, prompt: Sequence[int], count: int, on_stage: OnStage = nullcontext) -> Sample:
+def run(
+    pair: Pair,
+    mode: Mode,
+    prompt: Sequence[int],
+    count: int,
+    on_stage: OnStage = nullcontext,
+    sampler: Sampler = greedy,
+) -> Sample:
     """Writes `count` tokens after a prompt; `on_stage` reaches the speculative modes only."""
     rounds: list[Round] = []
     start = time.perf_counter()
-    stream = _stream(pair, mode, prompt, count, on_stage)
+    stream = _stream(pair, mode, prompt, count, on_stage, sampler)
     rounds.append(next(stream))
     settle(pair.target.device)
     middle = time.perf_counter()
@@ -88,9 +118,12 @@ def run(pair: Pair, mode: Mode, prompt: Sequence[int], count: int, on_stage: OnS
     return Sample([token for done in rounds for token in done.tokens], rounds, middle - start, end - middle)
 
 
-def _stream(pair: Pair, mode: Mode, prompt: Sequence[int], count: int, on_stage: OnStage) -> Iterator[Round]:
+def _stream(
+    pair: Pair, mode: Mode, prompt: Sequence[int], count: int, on_stage: OnStage, sampler: Sampler
+) -> Iterator[Round]:
     if mode.kind == "plain":
-        return (Round((token,), 0, 0) for token in decode(pair.target, prompt, max_new_tokens=count))
+        written = decode(pair.target, prompt, max_new_tokens=count, sampler=sampler)
+        return (Round((token,), 0, 0) for token in written)
     return generate(
         pair.target,
         pair.drafter,
@@ -98,6 +131,7 @@ def _stream(pair: Pair, mode: Mode, prompt: Sequence[int], count: int, on_stage:
         max_new_tokens=count,
         budget=mode.budget,
         build=_BUILDS[mode.kind],
+        sampler=sampler,
         on_stage=on_stage,
     )
 
