@@ -20,6 +20,7 @@ from ddtree import NoDrafts, Round, generate
 from qwen_gdn import Context, History, QwenGDN, Topology, decode
 from tools import compare
 from tools.measure import paired, speed
+from tools.measure.acceptance import Forced
 from tools.measure.comparison import Set, together
 from tools.measure.exactness import DifferentOutputError, Referee
 from tools.measure.intervals import Interval, Resampled, interval
@@ -166,7 +167,8 @@ def arguments(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 def test_the_tool_compares_and_ends_with_one_json_line(
     arguments: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert compare.main([*arguments, "--modes", "chain:2,tree:6,spine:6", "--temperature", "0.6", "--seeds", "2"]) == 0
+    how = ["--modes", "chain:2,tree:6,spine:6", "--temperature", "0.6", "--seeds", "2", "--forced"]
+    assert compare.main([*arguments, *how]) == 0
     *tables, last = capsys.readouterr().out.splitlines()
     said = json.loads(last)
     assert said["modes"] == ["plain", "chain:2", "tree:6", "spine:6"] and said["dtype"] == "torch.float32"
@@ -178,6 +180,8 @@ def test_the_tool_compares_and_ends_with_one_json_line(
                 found = Interval(**figures[name])
                 assert 0 < found.low <= found.value <= found.high
         assert each["modes"][0]["forwards"] == 2 * 2 * 5
+    for rows in said["teacher_forced"]:
+        assert [(each["budget"], each["contexts"], each["spine_below"]) for each in rows] == [(2, 24, 0), (6, 24, 0)]
     assert set(said["together"]["to_best"]) == set(said["modes"])
     assert sum("tok/s [95 %]" in line for line in tables) == 2 and any("all sets together" in line for line in tables)
 
@@ -197,6 +201,15 @@ def test_the_tool_gives_no_figures_for_different_outputs(
     assert out == "" and err.startswith("compare: prompt 0, tree:6: token 0 is ")
 
 
+def test_a_spine_that_accepts_less_than_its_chain_fails(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    below = Forced(budget=6, contexts=1, chain=2.0, tree=2.0, spine=1.0, spine_below=1, tree_below=0)
+    monkeypatch.setattr(compare, "teacher_forced", lambda *_: [below])
+    assert compare.main([*arguments, "--modes", "spine:6", "--forced"]) == 1
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["teacher_forced"] == [[below._asdict()]] * 2
+
+
 def test_the_bundled_sets_are_there_and_differ() -> None:
     options = compare._options(["--limit", "4"])
     sets = list(compare._prompt_sets(options, lambda text: list(text.encode())))
@@ -213,6 +226,7 @@ def test_the_bundled_sets_are_there_and_differ() -> None:
         (["--modes", "plain:3"], "no mode 'plain:3'"),
         (["--sets", "poems"], "there is no set 'poems'; there are code"),
         (["--sets", "code", "--prompts", __file__], "--sets names bundled prompts and --prompts replaces them"),
+        (["--modes", "plain", "--forced"], "--forced compares drafts, and plain makes none"),
         (["--limit", "1"], "--limit: must be an integer from 2"),
         (["--temperature", "-1"], "--temperature: must be a finite number of at least 0"),
         (["--target", str(Path(__file__).parent)], "--target needs the --drafter"),

@@ -17,13 +17,16 @@ percentiles): how far it would move with other prompts of the kind. `best` is th
 budget, plain among them, picked on these very figures, which flatters it. Sets together count alike, however many
 prompts they have.
 
+With --forced chain, tree and spine of every budget named are also held against each other from the same contexts, all
+places of the plain texts: there a spine never accepts less than the chain.
+
 Prompt sets: code, held out from the bundled pair's training; prose; repetitive text; and hopeless, code written at a
 temperature of 3, where next to nothing that the bundled drafter proposes is accepted (1.01 tokens a round by a chain,
 1.04 by a tree of 15). Files of prompts are JSON (a list, or an object with `prompts`), JSON lines (.jsonl), or text
 with a prompt a line; a prompt is a text or a list of ids.
 
-Tables for people come first, the last line of stdout is one JSON object. Exit code 0; 1 for a failure, or outputs that
-differ; 2 for bad use.
+Tables for people come first, the last line of stdout is one JSON object. Exit code 0; 1 for a failure, outputs that
+differ, or a spine that accepts less than its chain; 2 for bad use.
 """
 
 import argparse
@@ -41,14 +44,16 @@ if not __package__:
     sys.path.insert(0, str(ROOT))
 
 from ddtree.arguments import BUNDLED, MTP, device, drafter, source, whole  # noqa: E402
+from qwen_gdn import greedy  # noqa: E402
 from tools.arguments import amount, documented_parser, file  # noqa: E402
 from tools.measure import comparison, tables  # noqa: E402
+from tools.measure.acceptance import AHEAD, Forced, teacher_forced  # noqa: E402
 from tools.measure.options import DTYPES  # noqa: E402
 from tools.measure.paired import Plan, measure  # noqa: E402
 from tools.measure.pairs import encoder, load_pair  # noqa: E402
 from tools.measure.plot import plot  # noqa: E402
 from tools.measure.prompts import Encode, PromptSet, read_prompts  # noqa: E402
-from tools.measure.runs import PLAIN, Mode  # noqa: E402
+from tools.measure.runs import PLAIN, Mode, Pair  # noqa: E402
 
 HELD_OUT, OWN = ROOT / "weights" / "bundled" / "prompts", ROOT / "tools" / "prompts"
 MODES = "plain,chain:4,chain:8,tree:8,tree:16,tree:32,spine:16"
@@ -75,13 +80,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     torch.set_num_threads(options.threads)
     try:
         sets = list(_prompt_sets(options, encoder(options.target)))
-        pair = load_pair(options)
-        compared = []
+        pair = load_pair(options.target, options.drafter, options.device, options.dtype, options.engine)
+        compared, forced = list[comparison.Set](), list[list[Forced]]()
         for prompts, heat in sets:
             plan = Plan(heat, options.seeds if heat else 1, options.rounds, options.max_new_tokens)
             measured = measure(pair, prompts.prompts, options.modes, plan)
             compared.append(comparison.Set(prompts, plan, measured, len(compared)))
-            print("\n".join([*tables.heading(prompts), *tables.comparison(compared[-1]), ""]), flush=True)
+            print("\n".join([*tables.heading(prompts), *tables.comparison(compared[-1])]), flush=True)
+            if options.forced:
+                forced.append(_forced(pair, compared[-1]))
+                print("\n".join(tables.teacher_forced(forced[-1])))
+            print()
         together = comparison.together(compared)
         print("\n".join(tables.together(together)))
         if options.plot:
@@ -93,8 +102,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     about = {name: getattr(options, name) for name in names} | {"torch": torch.__version__}
     about |= {"device": str(options.device), "dtype": str(pair.target.dtype)}
     figures = {"sets": [each.as_json() for each in compared], "together": together.as_json()}
+    if options.forced:
+        figures["teacher_forced"] = [[each._asdict() for each in rows] for rows in forced]
     print(json.dumps({"modes": [mode.word for mode in options.modes]} | about | figures))
-    return 0
+    return 1 if any(each.spine_below for rows in forced for each in rows) else 0
+
+
+def _forced(pair: Pair, found: comparison.Set) -> list[Forced]:
+    """Accepted lengths at the budgets of the set's modes, from the contexts of its plain texts."""
+    budgets = sorted({mode.budget for mode in found.measured.modes if mode.budget})
+    samplers = [draws or greedy for draws in found.plan.samplers(AHEAD)]
+    return teacher_forced(pair, found.prompts.prompts, budgets, found.plan.count, samplers)
 
 
 def _prompt_sets(options: argparse.Namespace, encode: Encode) -> Iterator[tuple[PromptSet, float]]:
@@ -134,12 +152,15 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--device", type=device, default=torch.device("cpu"), help="cpu, cuda or cuda:N (default: cpu)")
     add("--dtype", choices=DTYPES, help="default: float32 on a CPU, the checkpoint's on CUDA")
     add("--engine", choices=("auto", "eager", "graph"), default="auto", help="as ddtree.run takes it (default: auto)")
+    add("--forced", action="store_true", help="also compare chain, tree and spine from the same contexts")
     add("--plot", type=Path, metavar="FILE", help="a figure, in the format of the file's ending; needs matplotlib")
     options = parser.parse_args(arguments)
     if options.drafter is None and options.target != BUNDLED:
         parser.error("--target needs the --drafter that is to be compared with plain decoding")
     if options.prompts and options.sets:
         parser.error("--sets names bundled prompts and --prompts replaces them; leave out one of them")
+    if options.forced and options.modes == [PLAIN]:
+        parser.error("--forced compares drafts, and plain makes none; name a mode with a budget in --modes")
     if options.plot and importlib.util.find_spec("matplotlib") is None:
         parser.error("--plot needs matplotlib; pip install 'ddtree[tools]', or leave it out")
     options.drafter, options.sets = options.drafter or BUNDLED, options.sets or list(SETS)

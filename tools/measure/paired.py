@@ -30,11 +30,11 @@ class Plan(NamedTuple):
     alternations: int
     count: int
 
-    def samplers(self) -> list[Positional | None]:
-        """A sampler for each text of a prompt; None is greedy."""
+    def samplers(self, ahead: int = 0) -> list[Positional | None]:
+        """A sampler for each text of a prompt, which may be `ahead` tokens longer; None is greedy."""
         if self.temperature == 0:
             return [None]
-        return [Positional(self.temperature, seed, self.count) for seed in range(self.seeds)]
+        return [Positional(self.temperature, seed, self.count + ahead) for seed in range(self.seeds)]
 
 
 class Measured(NamedTuple):

@@ -1,10 +1,11 @@
 """A target and its drafter as a tool's command line names them."""
 
-import argparse
 from collections.abc import Callable
 from functools import cache
 
-from ddtree import DFlashDrafter, MTPDrafter, Proposer
+import torch
+
+from ddtree import DFlashDrafter, MTPDrafter
 from ddtree.arguments import MTP
 from ddtree.recorded_drafter import RecordedDrafter
 from qwen_gdn.engine import Engine
@@ -13,19 +14,15 @@ from tools.measure.runs import Pair
 from weights import load_drafter, load_mtp, load_target, load_tokenizer
 
 
-def load_pair(options: argparse.Namespace) -> Pair:
-    """The pair that the options name, bound; as programs if they ask for an engine of graphs."""
-    where = {"device": options.device, "dtype": DTYPES[options.dtype] if options.dtype else None}
-    target = load_target(options.target, **where)
-    drafter: Proposer
-    if options.drafter == MTP:
-        drafter = MTPDrafter(load_mtp(options.target, **where))
-    else:
-        drafter = load_drafter(options.drafter, **where)
-    drafter.bind(target)
-    if options.engine == "eager":
-        return Pair(target, drafter)
-    return Pair(Engine(target), RecordedDrafter(drafter) if isinstance(drafter, DFlashDrafter) else drafter)
+def load_pair(target: str, drafter: str, device: torch.device, dtype: str | None, engine: str = "eager") -> Pair:
+    """A pair, bound; drafter and engine are named as `ddtree.run` takes them, `graph` for programs."""
+    where = {"device": device, "dtype": DTYPES[dtype] if dtype else None}
+    model = load_target(target, **where)
+    proposer = MTPDrafter(load_mtp(target, **where)) if drafter == MTP else load_drafter(drafter, **where)
+    proposer.bind(model)
+    if engine == "eager":
+        return Pair(model, proposer)
+    return Pair(Engine(model), RecordedDrafter(proposer) if isinstance(proposer, DFlashDrafter) else proposer)
 
 
 def encoder(source: str) -> Callable[[str], list[int]]:

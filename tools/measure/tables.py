@@ -50,6 +50,11 @@ def acceptance(used: UseOfSet, forced: Sequence[Forced]) -> Iterator[str]:
         steady = "-" if each.steady is None else f"{each.steady:.2f}"
         yield f"    {each.mode!s:<9} {each.tau:5.2f} {steady:>14} {each.forwards:9}"
     yield from _ties(used.ties)
+    yield from teacher_forced(forced)
+
+
+def teacher_forced(forced: Sequence[Forced]) -> Iterator[str]:
+    """One line a budget."""
     yield f"  teacher-forced, the same {forced[0].contexts} contexts for all"
     yield f"    {'budget':<7} {'chain':>6} {'tree':>6} {'below chain':>12} {'tree with chain':>16} {'below chain':>12}"
     for row in forced:
