@@ -91,12 +91,19 @@ def test_ratios_are_paired_within_alternations(model: QwenGDN, monkeypatch: pyte
     json.dumps([found.as_json(), all_sets.as_json()])
 
 
-def test_draws_of_places_have_the_law_of_their_logits() -> None:
-    logits, draws = torch.tensor([[1.0, 0.0, -1.0, 2.0]]), 4000
-    context = Context(History(torch.tensor([5])), torch.tensor([5]), Topology([-1]))
-    drawn = Counter(int(Positional(0.7, seed, 3)(logits, context)) for seed in range(draws))
-    for token, share in enumerate((logits[0] / 0.7).softmax(0).tolist()):
-        assert abs(drawn[token] / draws - share) < 4 * (share * (1 - share) / draws) ** 0.5
+def test_draws_of_places_have_the_law_of_their_logits_independently() -> None:
+    """A root and its child are drawn at two places that follow each other; siblings stand at one."""
+    logits, draws = torch.tensor([[1.0, 0.0, -1.0], [0.5, 2.0, 0.0]]), 4000
+    history = History(torch.tensor([5]))
+    history.extend([7])
+    context = Context(history, torch.tensor([7, 1]), Topology([-1, 0]))
+    drawn = Counter(tuple(Positional(0.7, seed, 3)(logits, context).tolist()) for seed in range(draws))
+    root, child = ((row / 0.7).softmax(0).tolist() for row in logits)
+    for pair, share in ((pair, root[pair[0]] * child[pair[1]]) for pair in itertools.product(range(3), repeat=2)):
+        assert abs(drawn[pair] / draws - share) < 4 * (share * (1 - share) / draws) ** 0.5
+    siblings = Context(history, torch.tensor([7, 1, 2]), Topology([-1, 0, 0]))
+    rows = logits[[0, 1, 1]]
+    assert all(len({*Positional(0.7, seed, 3)(rows, siblings)[1:].tolist()}) == 1 for seed in range(50))
 
 
 @pytest.mark.parametrize("maker", [Right, Branching])
