@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from checkpoints import as_stored, drafter_config, drafter_tensors, nested, target_config, target_tensors, write
+from checkpoints import random_pair
 from proposers import Branching, Right
 from test_tools import bad_use, prompt_of, scripted
 from tiny import tiny_model
@@ -160,13 +160,11 @@ def test_prompts_are_read_a_line_each(tmp_path: Path) -> None:
 def arguments(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Arguments that name a random pair on disk and two sets of prompts."""
     folder = tmp_path_factory.mktemp("pair")
-    target, drafter = target_config(), drafter_config()
-    write(folder / "target", nested(target), as_stored(target_tensors(target)))
-    write(folder / "drafter", drafter, drafter_tensors(drafter))
     for name in ("one", "two"):
         (folder / f"{name}.json").write_text(json.dumps([prompt_of(seed) for seed in range(2)]))
     return [
-        *("--target", str(folder / "target"), "--drafter", str(folder / "drafter"), "--threads", "1", "--rounds", "1"),
+        *random_pair(folder),
+        *("--threads", "1", "--rounds", "1"),
         *("--prompts", str(folder / "one.json"), str(folder / "two.json"), "--max-new-tokens", "6"),
     ]
 

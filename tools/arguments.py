@@ -2,7 +2,7 @@
 
 import argparse
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import NoReturn
 
@@ -29,6 +29,19 @@ def documented_parser(prog: str, documentation: str | None) -> ToolParser:
 def wholes(least: int) -> Callable[[str], list[int]]:
     """A type of argument: integers of at least `least` with commas between them."""
     return lambda text: [whole(least)(part.strip()) for part in text.split(",")]
+
+
+def some_of(what: str, names: Collection[str]) -> Callable[[str], list[str]]:
+    """A type of argument: names, of those there are, with commas between them."""
+
+    def read(text: str) -> list[str]:
+        asked = [name.strip() for name in text.split(",")]
+        for name in asked:
+            if name not in names:
+                raise argparse.ArgumentTypeError(f"there is no {what} {name!r}; there are {', '.join(names)}")
+        return asked
+
+    return read
 
 
 def amount(text: str) -> float:

@@ -45,7 +45,7 @@ if not __package__:
 
 from ddtree.arguments import BUNDLED, MTP, device, drafter, source, whole  # noqa: E402
 from qwen_gdn import greedy  # noqa: E402
-from tools.arguments import amount, documented_parser, file  # noqa: E402
+from tools.arguments import amount, documented_parser, file, some_of  # noqa: E402
 from tools.measure import comparison, tables  # noqa: E402
 from tools.measure.acceptance import AHEAD, Forced, teacher_forced  # noqa: E402
 from tools.measure.options import DTYPES  # noqa: E402
@@ -141,7 +141,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     add(
         "--modes", type=_modes, default=_modes(MODES), help=f"comma-separated, plain is always added (default: {MODES})"
     )
-    add("--sets", type=_sets, help=f"of {', '.join(SETS)} (default: all)")
+    add("--sets", type=some_of("set", SETS), help=f"of {', '.join(SETS)} (default: all)")
     add("--prompts", nargs="+", type=file, metavar="FILE", help="prompt files, in place of the bundled sets")
     add("--limit", type=whole(2), default=10, help="prompts of each set that are used (default: 10)")
     add("--temperature", type=amount, help="in place of the sets' own (greedy, but 3 for hopeless)")
@@ -175,14 +175,6 @@ def _modes(text: str) -> list[Mode]:
         return list(dict.fromkeys([PLAIN, *(Mode.read(word.strip()) for word in text.split(","))]))
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def _sets(text: str) -> list[str]:
-    names = [name.strip() for name in text.split(",")]
-    for name in names:
-        if name not in SETS:
-            raise argparse.ArgumentTypeError(f"there is no set {name!r}; there are {', '.join(SETS)}")
-    return names
 
 
 if __name__ == "__main__":
