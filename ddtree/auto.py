@@ -1,0 +1,134 @@
+"""A budget that pays for itself: every round drafts as much as is worth its time, and nothing where that is best.
+
+A round that drafts n nodes is expected to emit 1 + E(n) tokens, E(n) being the sum of the chances of its best n nodes,
+and takes c(n) seconds. Of all n the one with the most tokens a second is taken: the stopping rule of CaDDTree
+(arXiv 2606.01813), with both sides measured while text is written instead of profiled before. Which budget a round
+gets depends on earlier rounds and on what its drafter says, never on what the target draws in it.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from time import perf_counter
+from weakref import ref
+
+import numpy as np
+
+from qwen_gdn.checked import checked_callables, checked_count
+from qwen_gdn.decode import HybridModel
+
+from .calibration import Calibration
+from .costs import RoundCosts
+from .tree import DraftTree, ScoredTree
+
+FIRST = 15  # nodes of a round before any was timed
+DOUBT = 1.0  # deviations by which an unknown cost is taken to be lower, so that it is tried
+MEMORY = 8  # rounds over which is judged whether drafting pays
+HOPE = math.log(4)  # a round's tokens before any was drafted
+FRESH = 2  # of these, as many as count when another text begins
+PATIENCE = 4  # plain rounds before a first look at whether drafting pays again
+SHARE = 0.02  # of the time that such looks may take
+
+
+class AutoBudget:
+    """How many nodes a round drafts, from what rounds take here and what of them is accepted.
+
+    Give one to all generations of a pair of target and drafter: it keeps what it has learnt. With another target it
+    starts anew.
+
+    Args:
+        most: the most nodes of a round.
+        clock: seconds; whatever it says is taken as time.
+    """
+
+    def __init__(self, *, most: int = 63, clock: Callable[[], float] = perf_counter) -> None:
+        checked_count("most", most, 1)
+        checked_callables(clock=clock)
+        self.most = most
+        self._clock = clock
+        self._target: ref[HybridModel] | None = None
+        self._forget(())
+
+    def _forget(self, sizes: Sequence[int]) -> None:
+        self.costs = RoundCosts(sizes)
+        self.calibration = Calibration()
+        self._met = set[int]()  # kinds of rounds whose first one, which prepares things, has been
+        self._gain = HOPE  # logarithm of what drafted rounds emit, and the nodes they verify, over the last few
+        self._nodes = float(FIRST + 1)
+        self._rounds = FRESH  # how many these are
+        self._idle = 0  # plain rounds since the last drafted one
+        self._patience = PATIENCE
+        self._look = True  # whether the next round drafts, whatever is thought of it
+        self._looking = False
+        self._proposed = False
+        self._context = self._depth = 0
+        self._start = 0.0
+
+    def begin(self, target: HybridModel) -> None:
+        """Another text: what drafting brings may differ at once, what it costs will not."""
+        if self._target is None or self._target() is not target:
+            self._target = ref(target)
+            self._forget(getattr(target, "sizes", ()))
+        self.calibration.begin()
+        self._look = True
+
+    def room(self, context: int, depth: int) -> int:
+        """Starts the round's time; 0 where rounds without drafts are faster, but for a look now and then."""
+        self._context, self._depth, self._start = context, depth, self._clock()
+        self._looking = self._gain < self._even()
+        drafts = not self._looking or self._look or self._idle >= self._patience
+        self._proposed = drafts and depth > 0
+        if not drafts:
+            self._idle += 1
+        return self.most if self._proposed else 0
+
+    def choose(self, tree: DraftTree) -> int:
+        """The number of nodes with the most expected tokens a second."""
+        if not isinstance(tree, ScoredTree):
+            raise ValueError(
+                "budget: an AutoBudget needs trees that know their drafter's scores, as those of build_tree, "
+                f"build_chain and build_spine do, got a {type(tree).__name__}; give a fixed budget"
+            )
+        chances = self.calibration.claims(tree) if self._looking else self.calibration.chances(tree)
+        tokens = np.cumsum(chances)  # the root's own draw and the drafts that it leads to
+        if self.costs:
+            best = int(np.argmax(tokens / self.costs.drafted(len(tokens), self._context, DOUBT)))
+        else:
+            best = min(FIRST, len(tokens) - 1)
+        if self._looking:
+            tokens = np.cumsum(self.calibration.chances(tree))
+        if tree.topology.max_depth < self._depth:  # or the end of the text says more of it than the drafter
+            self._expect(float(tokens[best]), best + 1)
+        return best
+
+    def learn(self, tree: DraftTree, path: Sequence[int]) -> None:
+        """Takes up the time since `room`, and what was accepted."""
+        seconds = self._clock() - self._start
+        nodes = len(tree.topology) if self._proposed else 0
+        kind = self.costs.padded(nodes) if self.costs.sizes else -1
+        if kind in self._met:
+            self.costs.learn(nodes, self._context, seconds)
+        self._met.add(kind)
+        if not self._proposed:
+            return
+        if isinstance(tree, ScoredTree):
+            self.calibration.learn(tree, path)
+        self._idle = 0
+        self._judge(len(path), nodes)
+
+    def _even(self) -> float:
+        """The gain at which drafting, as it went lately, emits as many tokens a second as plain rounds may."""
+        drafted = float(self.costs.drafted(round(self._nodes), self._context)[-1])
+        return math.log(drafted / self.costs.plain(self._context, DOUBT))
+
+    def _expect(self, tokens: float, nodes: int) -> None:
+        self._rounds = min(self._rounds, FRESH if self._looking else MEMORY - 1) + 1
+        self._gain += (math.log(tokens) - self._gain) / self._rounds
+        self._nodes += (nodes - self._nodes) / self._rounds
+
+    def _judge(self, tokens: int, nodes: int) -> None:
+        """Whether a look at drafting was worth it, and when the next one is due if not."""
+        cost = float(self.costs.drafted(nodes, self._context)[-1]) / self.costs.plain(self._context)
+        paid = not self._looking or tokens >= cost
+        self._look = self._looking and paid
+        most = max(PATIENCE, round((cost - 1) / SHARE))
+        self._patience = PATIENCE if paid else min(2 * self._patience, most)
