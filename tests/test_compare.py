@@ -110,7 +110,7 @@ def test_draws_of_places_have_the_law_of_their_logits_independently() -> None:
 def test_every_mode_writes_the_same_at_a_temperature(model: QwenGDN, maker: type) -> None:
     prompt = prompt_of(8)
     pair = Pair(model, scripted(model, maker, prompt))
-    modes = [PLAIN, Mode("chain", 3), Mode("tree", 9), Mode("spine", 5)]
+    modes = [PLAIN, Mode("chain", 3), Mode("tree", 9), Mode("spine", 5), Mode("auto")]
     texts = [
         [run(pair, mode, prompt, COUNT, sampler=Positional(0.8, s, COUNT)).tokens for mode in modes] for s in (1, 2)
     ]
@@ -172,14 +172,14 @@ def arguments(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 def test_the_tool_compares_and_ends_with_one_json_line(
     arguments: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    how = ["--modes", "chain:2,tree:6,spine:6", "--temperature", "0.6", "--seeds", "2", "--forced"]
+    how = ["--modes", "chain:2,tree:6,spine:6,auto", "--temperature", "0.6", "--seeds", "2", "--forced"]
     assert compare.main([*arguments, *how]) == 0
     *tables, last = capsys.readouterr().out.splitlines()
     said = json.loads(last)
-    assert said["modes"] == ["plain", "chain:2", "tree:6", "spine:6"] and said["dtype"] == "torch.float32"
+    assert said["modes"] == ["plain", "chain:2", "tree:6", "spine:6", "auto"] and said["dtype"] == "torch.float32"
     assert [(each["name"], each["prompts"], each["seeds"]) for each in said["sets"]] == [("one", 2, 2), ("two", 2, 2)]
     for each in said["sets"]:
-        assert [figures["mode"] for figures in each["modes"]] == said["modes"] and len(each["over"]) == 6
+        assert [figures["mode"] for figures in each["modes"]] == said["modes"] and len(each["over"]) == 10
         for figures in each["modes"]:
             for name in ("speed", "to_plain", "to_best", "tau"):
                 found = Interval(**figures[name])
@@ -226,12 +226,12 @@ def test_the_bundled_sets_are_there_and_differ() -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (["--modes", "chain"], "there is no mode 'chain'; there are plain, chain:N, tree:N, spine:N"),
+        (["--modes", "chain"], "there is no mode 'chain'; there are plain, chain:N, tree:N, spine:N, auto"),
         (["--modes", "tree:0"], "no mode 'tree:0'"),
         (["--modes", "plain:3"], "no mode 'plain:3'"),
         (["--sets", "poems"], "there is no set 'poems'; there are code"),
         (["--sets", "code", "--prompts", __file__], "--sets names bundled prompts and --prompts replaces them"),
-        (["--modes", "plain", "--forced"], "--forced compares drafts, and plain makes none"),
+        (["--modes", "plain", "--forced"], "--forced compares drafts of a budget"),
         (["--limit", "1"], "--limit: must be an integer from 2"),
         (["--temperature", "-1"], "--temperature: must be a finite number of at least 0"),
         (["--target", str(Path(__file__).parent)], "--target needs the --drafter"),

@@ -56,7 +56,7 @@ from tools.measure.prompts import Encode, PromptSet, read_prompts  # noqa: E402
 from tools.measure.runs import PLAIN, Mode, Pair  # noqa: E402
 
 HELD_OUT, OWN = ROOT / "weights" / "bundled" / "prompts", ROOT / "tools" / "prompts"
-MODES = "plain,chain:4,chain:8,tree:8,tree:16,tree:32,spine:16"
+MODES = "plain,chain:4,chain:8,tree:8,tree:16,tree:32,spine:16,auto"
 
 
 class Kind(NamedTuple):
@@ -159,8 +159,8 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--target needs the --drafter that is to be compared with plain decoding")
     if options.prompts and options.sets:
         parser.error("--sets names bundled prompts and --prompts replaces them; leave out one of them")
-    if options.forced and options.modes == [PLAIN]:
-        parser.error("--forced compares drafts, and plain makes none; name a mode with a budget in --modes")
+    if options.forced and not any(mode.budget for mode in options.modes):
+        parser.error("--forced compares drafts of a budget; name a mode that has one in --modes")
     if options.plot and importlib.util.find_spec("matplotlib") is None:
         parser.error("--plot needs matplotlib; pip install 'ddtree[tools]', or leave it out")
     options.drafter, options.sets = options.drafter or BUNDLED, options.sets or list(SETS)

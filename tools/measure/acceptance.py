@@ -139,7 +139,7 @@ def _forced(budget: int, lengths: Sequence[tuple[int, int, int]]) -> Forced:
 @torch.no_grad()
 def contexts(pair: Pair, prompt: Sequence[int], count: int, sampler: Sampler = greedy) -> Iterator[Context]:
     """The first `count` positions of the plain continuation, the drafter having seen just what precedes each."""
-    target, drafter = pair
+    target, drafter = pair.target, pair.drafter
     written = list(decode(target, prompt, max_new_tokens=count + AHEAD, sampler=sampler))
     cache = target.new_cache(len(prompt) + count)
 

@@ -5,7 +5,7 @@ from functools import cache
 
 import torch
 
-from ddtree import DFlashDrafter, MTPDrafter
+from ddtree import AutoBudget, DFlashDrafter, MTPDrafter
 from ddtree.arguments import MTP
 from ddtree.recorded_drafter import RecordedDrafter
 from qwen_gdn.engine import Engine
@@ -21,8 +21,9 @@ def load_pair(target: str, drafter: str, device: torch.device, dtype: str | None
     proposer = MTPDrafter(load_mtp(target, **where)) if drafter == MTP else load_drafter(drafter, **where)
     proposer.bind(model)
     if engine == "eager":
-        return Pair(model, proposer)
-    return Pair(Engine(model), RecordedDrafter(proposer) if isinstance(proposer, DFlashDrafter) else proposer)
+        return Pair(model, proposer, AutoBudget())
+    recorded = RecordedDrafter(proposer) if isinstance(proposer, DFlashDrafter) else proposer
+    return Pair(Engine(model), recorded, AutoBudget())
 
 
 def encoder(source: str) -> Callable[[str], list[int]]:

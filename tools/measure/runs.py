@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from ddtree import Proposer, Round, build_chain, build_spine, build_tree, generate
+from ddtree import AutoBudget, Proposer, Round, build_chain, build_spine, build_tree, generate
 from qwen_gdn import QwenGDN, decode, greedy
 from qwen_gdn.decode import HybridModel, OnStage, Sampler
 from qwen_gdn.engine import Engine
@@ -17,10 +17,11 @@ _BUILDS = {"chain": build_chain, "tree": build_tree, "spine": build_spine}
 
 
 class Pair(NamedTuple):
-    """A target, or an engine that runs it, and what drafts for it."""
+    """A target, or an engine that runs it, what drafts for it, and what learns how much of that pays (None: anew)."""
 
     target: HybridModel
     drafter: Proposer
+    auto: AutoBudget | None = None
 
     @property
     def model(self) -> QwenGDN:
@@ -31,10 +32,10 @@ class Pair(NamedTuple):
 class Mode(NamedTuple):
     """How to decode: `plain` is the model's own loop without drafts; a budget counts drafted nodes.
 
-    `tree` is best-first; `spine` is a tree that holds the chain of its budget.
+    `tree` is best-first; `spine` is a tree that holds the chain of its budget; `auto` is `tree` with an `AutoBudget`.
     """
 
-    kind: Literal["plain", "chain", "tree", "spine"]
+    kind: Literal["plain", "chain", "tree", "spine", "auto"]
     budget: int = 0
 
     def __str__(self) -> str:
@@ -49,13 +50,12 @@ class Mode(NamedTuple):
     def read(cls, word: str) -> "Mode":
         """The mode of a word; ValueError if there is none."""
         kind, *budget = word.split(":")
-        if kind == PLAIN.kind and not budget:
-            return PLAIN
+        if word in ("plain", "auto"):
+            return cls(word)
         if kind in _BUILDS and len(budget) == 1 and budget[0].isascii() and budget[0].isdigit() and int(budget[0]):
             return cls(kind, int(budget[0]))
-        raise ValueError(
-            f"there is no mode {word!r}; there are {', '.join([PLAIN.kind, *(f'{k}:N' for k in _BUILDS)])}"
-        )
+        known = ["plain", *(f"{kind}:N" for kind in _BUILDS), "auto"]
+        raise ValueError(f"there is no mode {word!r}; there are {', '.join(known)}")
 
 
 PLAIN = Mode("plain")
@@ -129,8 +129,8 @@ def _stream(
         pair.drafter,
         prompt,
         max_new_tokens=count,
-        budget=mode.budget,
-        build=_BUILDS[mode.kind],
+        budget=(pair.auto or AutoBudget()) if mode.kind == "auto" else mode.budget,
+        build=_BUILDS.get(mode.kind, build_tree),
         sampler=sampler,
         on_stage=on_stage,
     )
