@@ -215,6 +215,15 @@ def test_a_spine_that_accepts_less_than_its_chain_fails(
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["teacher_forced"] == [[below._asdict()]] * 2
 
 
+def test_a_set_of_one_prompt_is_refused_before_anything_is_written(
+    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "one.json").write_text("[[5, 6, 7]]")
+    assert compare.main([*arguments, "--prompts", str(tmp_path / "one.json")]) == 1
+    out, err = capsys.readouterr()
+    assert out == "" and "one has one prompt" in err and err.count("\n") == 1
+
+
 def test_the_bundled_sets_are_there_and_differ() -> None:
     options = compare._options(["--limit", "4"])
     sets = list(compare._prompt_sets(options, lambda text: list(text.encode())))

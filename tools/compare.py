@@ -7,8 +7,9 @@
 Modes are `plain`, `chain:N`, `tree:N` and `spine:N` (a tree that holds the chain), N drafted nodes a round, and `auto`.
 They alternate: every prompt is written in all of them, one after the other, each time in another order, and what is
 written must be the same in all, token for token. Outputs that differ by more than rounding are refused, with the
-place; so in float32 no figures are given for texts that differ. At a temperature each place of a text draws by its own
-numbers, given by the seed, so that every mode must write the same there too; greedily there is one seed.
+place; so in float32 no figures are given for texts that differ (in bfloat16 and float16 near-ties part more of them,
+which is told). At a temperature each place of a text draws by its own numbers, given by the seed, so that every mode
+must write the same there too; greedily there is one seed.
 
 Speed leaves out prompt and first token. A ratio of two modes is taken within an alternation, text by text; a set's is
 the geometric mean over prompts of medians over alternations. Accepted length (tau) is the mean of accepted + 1 over
@@ -79,33 +80,43 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _options(arguments)
     torch.set_num_threads(options.threads)
     try:
-        sets = list(_prompt_sets(options, encoder(options.target)))
-        pair = load_pair(options.target, options.drafter, options.device, options.dtype, options.engine)
-        compared, forced = list[comparison.Set](), list[list[Forced]]()
-        for prompts, heat in sets:
-            plan = Plan(heat, options.seeds if heat else 1, options.rounds, options.max_new_tokens)
-            measured = measure(pair, prompts.prompts, options.modes, plan)
-            compared.append(comparison.Set(prompts, plan, measured, len(compared)))
-            print("\n".join([*tables.heading(prompts), *tables.comparison(compared[-1])]), flush=True)
-            if options.forced:
-                forced.append(_forced(pair, compared[-1]))
-                print("\n".join(tables.teacher_forced(forced[-1])))
-            print()
-        together = comparison.together(compared)
-        print("\n".join(tables.together(together)))
-        if options.plot:
-            plot(options.plot, compared)
+        return _compare(options)
     except (OSError, RuntimeError, ValueError) as error:
         print(f"compare: {error}", file=sys.stderr)
         return 1
-    names = ("target", "drafter", "engine", "threads", "max_new_tokens", "rounds")
-    about = {name: getattr(options, name) for name in names} | {"torch": torch.__version__}
-    about |= {"device": str(options.device), "dtype": str(pair.target.dtype)}
+
+
+def _compare(options: argparse.Namespace) -> int:
+    sets = list(_prompt_sets(options, encoder(options.target)))
+    pair = load_pair(options.target, options.drafter, options.device, options.dtype, options.engine)
+    compared, forced = list[comparison.Set](), list[list[Forced]]()
+    for prompts, heat in sets:
+        plan = Plan(heat, options.seeds if heat else 1, options.rounds, options.max_new_tokens)
+        measured = measure(pair, prompts.prompts, options.modes, plan)
+        compared.append(comparison.Set(prompts, plan, measured, len(compared)))
+        print("\n".join([*tables.heading(prompts), *tables.comparison(compared[-1])]), flush=True)
+        if options.forced:
+            forced.append(_forced(pair, compared[-1]))
+            print("\n".join(tables.teacher_forced(forced[-1])))
+        print()
+    together = comparison.together(compared)
+    print("\n".join(tables.together(together)))
     figures = {"sets": [each.as_json() for each in compared], "together": together.as_json()}
     if options.forced:
         figures["teacher_forced"] = [[each._asdict() for each in rows] for rows in forced]
-    print(json.dumps({"modes": [mode.word for mode in options.modes]} | about | figures))
+    print(json.dumps(_circumstances(options, pair) | figures), flush=True)
+    if options.plot:
+        plot(options.plot, compared)
     return 1 if any(each.spine_below for rows in forced for each in rows) else 0
+
+
+def _circumstances(options: argparse.Namespace, pair: Pair) -> dict[str, object]:
+    names = ("target", "drafter", "engine", "threads", "max_new_tokens", "rounds")
+    return (
+        {"modes": [mode.word for mode in options.modes]}
+        | {name: getattr(options, name) for name in names}
+        | {"device": str(options.device), "dtype": str(pair.target.dtype), "torch": torch.__version__}
+    )
 
 
 def _forced(pair: Pair, found: comparison.Set) -> list[Forced]:
@@ -122,6 +133,8 @@ def _prompt_sets(options: argparse.Namespace, encode: Encode) -> Iterator[tuple[
     else:
         sets = [(_bundled(name, encode, options.limit), SETS[name].temperature) for name in options.sets]
     for prompts, heat in sets:
+        if len(prompts.prompts) < 2:
+            raise ValueError(f"{prompts.name} has one prompt; an interval over prompts needs at least 2")
         yield prompts, heat if options.temperature is None else options.temperature
 
 
