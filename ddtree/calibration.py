@@ -1,75 +1,90 @@
 """What a drafter's probabilities are worth, learnt from what was accepted of its trees."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
-from .estimate import Estimate, Vector
+from .estimate import Estimate, Matrix, Vector
 from .tree import ScoredTree
 
 SURE = 8.0  # log-odds beyond which a drafter is not taken at its word
 LEAST = 0.1  # of the weight of its log-odds, so that a likelier child stays a likelier one
-BEFORE = (0.0, 1.0, 0.0)  # its word, at any depth
-UNSURE = (1.0, 0.3, 0.3)
-ROUND = (0.15, 0.01, 0.02)  # how far that moves from round to round
-TEXT = (0.5, 0.1, 0.1)  # and from one text to the next
+BEFORE = (0.0, 0.0, 1.0, 0.0)  # its word, at any depth
+UNSURE = (1.0, 1.0, 0.3, 0.3)
+ROUND = (0.15, 0.15, 0.01, 0.02)  # how far that moves from round to round
+TEXT = (0.5, 0.5, 0.1, 0.1)  # and from one text to the next
 
 
 class Calibration:
     """Chances of draft nodes, from their drafter's word for them.
 
-    Given that the target has followed a path down to a node's parent, it draws the node with the log-odds
-    a + b l + c (d - 1), where l are those that the drafter gives it and d is its depth. The three drift, quickest the
-    first, and are learnt from the children of every node that the target reached. So sampling at a temperature, a kind
-    of text that the drafter has not seen, or positions far ahead that it is bad at, show in them.
+    Say the target has followed a path down to a node's parent, and has drawn none of the siblings before the node. Then
+    it draws the node with the log-odds a + b l + c (d - 1), where l are those that the drafter gives it then, d is its
+    depth, and a is one number for first children and another for later ones: a drafter can be wrong in what it is sure
+    of and right in what it holds for the next best. The four drift, and are learnt from the children of every node that
+    the target reached. So sampling at a temperature, a kind of text that the drafter has not seen, or positions far
+    ahead that it is bad at, show in them.
     """
 
     def __init__(self) -> None:
         self._found = Estimate(BEFORE, UNSURE)
 
-    def chances(self, tree: ScoredTree) -> list[float]:
-        """Of each node, that the target follows its path that far; 1 for the root."""
-        return self._chances(tree, self._found.mean)
+    def chances(self, tree: ScoredTree) -> Vector:
+        """Of each node, [N], that the target follows its path that far; 1 for the root."""
+        return _followed(tree, _odds(tree) @ self._found.mean)
 
-    def claims(self, tree: ScoredTree) -> list[float]:
+    def claims(self, tree: ScoredTree) -> Vector:
         """The same if nothing had been learnt."""
-        return self._chances(tree, np.array(BEFORE))
+        return _followed(tree, _odds(tree) @ np.array(BEFORE))
 
     def learn(self, tree: ScoredTree, path: Sequence[int]) -> None:
         """Takes up what the target followed of a tree: a root path, node 0 first."""
         self._found.drift(np.diag(np.square(ROUND)))
-        taken = set(path)
-        seen = list(self._children(tree, taken))
-        if seen:
-            hits = np.array([node in taken for node, _ in seen], dtype=np.float64)
-            self._found.weigh(np.stack([terms for _, terms in seen]), hits)
-            self._found.mean[1] = max(self._found.mean[1], LEAST)
+        asked = _asked(tree, path)
+        if asked:
+            hits = np.isin(asked, path).astype(np.float64)
+            self._found.weigh(_odds(tree)[asked], hits)
+            self._found.mean[2] = max(self._found.mean[2], LEAST)
 
     def begin(self) -> None:
         """Another text follows."""
         self._found.drift(np.diag(np.square(TEXT)))
 
-    def _children(self, tree: ScoredTree, reached: set[int]) -> Iterator[tuple[int, Vector]]:
-        depths = tree.topology.depths.tolist()
-        for node, parent in enumerate(tree.topology.parents):
-            if parent in reached:
-                odds = _log_odds(tree.log_probs[node] - tree.log_probs[parent])
-                yield node, np.array((1.0, odds, depths[node] - 1.0))
 
-    def _chances(self, tree: ScoredTree, mean: Vector) -> list[float]:
-        base, weight, deeper = mean.tolist()
-        chances = [1.0]
-        depths = [0]
-        pairs = zip(tree.topology.parents[1:], tree.log_probs[1:], strict=True)
-        for parent, log_prob in pairs:
-            depths.append(depths[parent] + 1)
-            odds = base + weight * _log_odds(log_prob - tree.log_probs[parent]) + deeper * depths[parent]
-            chances.append(chances[parent] / (1 + math.exp(-odds)))
-        return chances
+def _asked(tree: ScoredTree, path: Sequence[int]) -> list[int]:
+    """The nodes that the target drew or might have drawn: children on its way, up to the one that it took."""
+    taken = dict(zip(path[:-1], path[1:], strict=True)) | {path[-1]: len(tree.topology)}
+    parents = tree.topology.parents
+    return [node for node in range(1, len(parents)) if parents[node] in taken and node <= taken[parents[node]]]
 
 
-def _log_odds(log_prob: float) -> float:
-    """Of a log-probability, within what is believed."""
-    against = -math.expm1(min(log_prob, 0.0))
-    return max(-SURE, min(SURE, log_prob - math.log(against))) if against > 0 else SURE
+def _odds(tree: ScoredTree) -> Matrix:
+    """What each node's chances hang on, [N, 4]: is it a first child, a later one; log-odds; depth below the first."""
+    terms = np.zeros((len(tree.topology), 4))
+    parents, depths = tree.topology.parents, tree.topology.depths.tolist()
+    left: dict[int, float] = {}  # probability of a parent's further children
+    for node in range(1, len(parents)):
+        parent = parents[node]
+        chance = math.exp(tree.log_probs[node] - tree.log_probs[parent])
+        rest = left.get(parent, 1.0)
+        terms[node] = parent not in left, parent in left, _log_odds(chance, rest - chance), depths[node] - 1
+        left[parent] = rest - chance
+    return terms
+
+
+def _log_odds(chance: float, against: float) -> float:
+    if against <= 0 or chance <= 0:
+        return SURE if chance > 0 else -SURE
+    return max(-SURE, min(SURE, math.log(chance / against)))
+
+
+def _followed(tree: ScoredTree, odds: Vector) -> Vector:
+    """Chances of whole paths, [N], from the log-odds of each node given its parent and the siblings before it."""
+    given = (1 / (1 + np.exp(-odds))).tolist()
+    chances, left = [1.0], {0: 1.0}
+    for node, parent in enumerate(tree.topology.parents[1:], 1):
+        chances.append(left[parent] * given[node])
+        left[parent] -= chances[node]
+        left[node] = chances[node]
+    return np.array(chances)
