@@ -172,10 +172,21 @@ def arguments(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 def test_the_tool_compares_and_ends_with_one_json_line(
     arguments: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    how = ["--modes", "chain:2,tree:6,spine:6,auto", "--temperature", "0.6", "--seeds", "2", "--forced"]
+    how = [
+        "--modes",
+        "chain:2,tree:6,spine:6,auto",
+        "--temperature",
+        "0.6",
+        "--seeds",
+        "2",
+        "--forced",
+        "--clock",
+        "cpu",
+    ]
     assert compare.main([*arguments, *how]) == 0
     *tables, last = capsys.readouterr().out.splitlines()
     said = json.loads(last)
+    assert said["clock"] == "cpu" and said["threads"] == 1
     assert said["modes"] == ["plain", "chain:2", "tree:6", "spine:6", "auto"] and said["dtype"] == "torch.float32"
     assert [(each["name"], each["prompts"], each["seeds"]) for each in said["sets"]] == [("one", 2, 2), ("two", 2, 2)]
     for each in said["sets"]:

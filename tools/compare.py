@@ -11,11 +11,12 @@ place; so in float32 no figures are given for texts that differ (in bfloat16 and
 which is told). At a temperature each place of a text draws by its own numbers, given by the seed, so that every mode
 must write the same there too; greedily there is one seed.
 
-Speed leaves out prompt and first token. A ratio of two modes is taken within an alternation, text by text; a set's is
-the geometric mean over prompts of medians over alternations. Accepted length (tau) is the mean of accepted + 1 over
-all rounds but the first. Behind every figure stands its 95 % interval by a bootstrap over prompts (10,000 resamples,
-percentiles): how far it would move with other prompts of the kind. `best` is the fastest of the modes with a fixed
-budget, plain among them, picked on these very figures, which flatters it. Sets together count alike, however many
+Speed leaves out prompt and first token. On a CPU that others use too, --clock cpu --threads 1 counts the time that this
+process computes, in place of the time that passes. A ratio of two modes is taken within an alternation, text by text; a
+set's is the geometric mean over prompts of medians over alternations. Accepted length (tau) is the mean of accepted + 1
+over all rounds but the first. Behind every figure stands its 95 % interval by a bootstrap over prompts (10,000
+resamples, percentiles): how far it would move with other prompts of the kind. `best` is the fastest of the modes with a
+fixed budget, plain among them, picked on these very figures, which flatters it. Sets together count alike, however many
 prompts they have.
 
 With --forced chain, tree and spine of every budget named are also held against each other from the same contexts, all
@@ -34,6 +35,7 @@ import argparse
 import importlib.util
 import json
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -57,6 +59,7 @@ from tools.measure.prompts import Encode, PromptSet, read_prompts  # noqa: E402
 from tools.measure.runs import PLAIN, Mode, Pair  # noqa: E402
 
 HELD_OUT, OWN = ROOT / "weights" / "bundled" / "prompts", ROOT / "tools" / "prompts"
+CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 MODES = "plain,chain:4,chain:8,tree:8,tree:16,tree:32,spine:16,auto"
 
 
@@ -88,7 +91,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _compare(options: argparse.Namespace) -> int:
     sets = list(_prompt_sets(options, encoder(options.target)))
-    pair = load_pair(options.target, options.drafter, options.device, options.dtype, options.engine)
+    named = (options.target, options.drafter, options.device, options.dtype)
+    pair = load_pair(*named, engine=options.engine, clock=CLOCKS[options.clock])
     compared, forced = list[comparison.Set](), list[list[Forced]]()
     for prompts, heat in sets:
         plan = Plan(heat, options.seeds if heat else 1, options.rounds, options.max_new_tokens)
@@ -111,7 +115,7 @@ def _compare(options: argparse.Namespace) -> int:
 
 
 def _circumstances(options: argparse.Namespace, pair: Pair) -> dict[str, object]:
-    names = ("target", "drafter", "engine", "threads", "max_new_tokens", "rounds")
+    names = ("target", "drafter", "engine", "threads", "clock", "max_new_tokens", "rounds")
     return (
         {"modes": [mode.word for mode in options.modes]}
         | {name: getattr(options, name) for name in names}
@@ -165,6 +169,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--device", type=device, default=torch.device("cpu"), help="cpu, cuda or cuda:N (default: cpu)")
     add("--dtype", choices=DTYPES, help="default: float32 on a CPU, the checkpoint's on CUDA")
     add("--engine", choices=("auto", "eager", "graph"), default="auto", help="as ddtree.run takes it (default: auto)")
+    add("--clock", choices=CLOCKS, default="wall", help="cpu counts what this process gets of it (default: wall)")
     add("--forced", action="store_true", help="also compare chain, tree and spine from the same contexts")
     add("--plot", type=Path, metavar="FILE", help="a figure, in the format of the file's ending; needs matplotlib")
     options = parser.parse_args(arguments)
@@ -172,6 +177,8 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--target needs the --drafter that is to be compared with plain decoding")
     if options.prompts and options.sets:
         parser.error("--sets names bundled prompts and --prompts replaces them; leave out one of them")
+    if options.clock == "cpu" and options.device.type != "cpu":
+        parser.error("--clock cpu does not see what a device does; leave it out")
     if options.forced and not any(mode.budget for mode in options.modes):
         parser.error("--forced compares drafts of a budget; name a mode that has one in --modes")
     if options.plot and importlib.util.find_spec("matplotlib") is None:

@@ -2,7 +2,7 @@
 same number of tokens."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Literal, NamedTuple
 
@@ -17,11 +17,17 @@ _BUILDS = {"chain": build_chain, "tree": build_tree, "spine": build_spine}
 
 
 class Pair(NamedTuple):
-    """A target, or an engine that runs it, what drafts for it, and what learns how much of that pays (None: anew)."""
+    """A target and what drafts for it.
+
+    target: the model, or an engine that runs it.
+    auto: what learns how much drafting pays; None learns it anew for each text.
+    clock: seconds, by which texts are timed.
+    """
 
     target: HybridModel
     drafter: Proposer
     auto: AutoBudget | None = None
+    clock: Callable[[], float] = time.perf_counter
 
     @property
     def model(self) -> QwenGDN:
@@ -107,14 +113,14 @@ def run(
 ) -> Sample:
     """Writes `count` tokens after a prompt; `on_stage` reaches the speculative modes only."""
     rounds: list[Round] = []
-    start = time.perf_counter()
+    start = pair.clock()
     stream = _stream(pair, mode, prompt, count, on_stage, sampler)
     rounds.append(next(stream))
     settle(pair.target.device)
-    middle = time.perf_counter()
+    middle = pair.clock()
     rounds += stream
     settle(pair.target.device)
-    end = time.perf_counter()
+    end = pair.clock()
     return Sample([token for done in rounds for token in done.tokens], rounds, middle - start, end - middle)
 
 
