@@ -11,7 +11,7 @@ from .tree import ScoredTree
 SURE = 8.0  # log-odds beyond which a drafter is not taken at its word
 LEAST = 0.1  # of the weight of its log-odds, so that a likelier child stays a likelier one
 BEFORE = (0.0, 0.0, 1.0, 0.0)  # its word, at any depth
-UNSURE = (1.0, 1.0, 0.3, 0.3)
+UNSURE = (1.5, 1.5, 0.3, 0.3)
 ROUND = (0.15, 0.15, 0.01, 0.02)  # how far that moves from round to round
 TEXT = (0.5, 0.5, 0.1, 0.1)  # and from one text to the next
 

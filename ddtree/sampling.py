@@ -132,6 +132,17 @@ class Uniform:
         drawn = torch.rand(rows, columns, dtype=torch.float64, generator=generator, device=home)
         return drawn.to(device)
 
+    def ahead(self, depths: Sequence[int]) -> "Ahead":
+        """The numbers of coming rows of two, by how far ahead each is; they are not used up."""
+        return Ahead(self, tuple(depths))
+
+    def pass_by(self, rows: int) -> None:
+        """The next rows are used up."""
+        self._used += rows
+
+    def row(self, places: Sequence[int], device: torch.device) -> Tensor:
+        pass
+
     def _start(self, device: torch.device | str) -> torch.Generator:
         generator = torch.Generator(device)
         if self.seed is None:
