@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 
@@ -54,7 +55,7 @@ class Calibration:
 
 def _asked(tree: ScoredTree, path: Sequence[int]) -> list[int]:
     """The nodes that the target drew or might have drawn: children on its way, up to the one that it took."""
-    taken = dict(zip(path[:-1], path[1:], strict=True)) | {path[-1]: len(tree.topology)}
+    taken = dict(pairwise(path)) | {path[-1]: len(tree.topology)}
     parents = tree.topology.parents
     return [node for node in range(1, len(parents)) if parents[node] in taken and node <= taken[parents[node]]]
 

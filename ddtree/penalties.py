@@ -86,7 +86,9 @@ class Adjusted(ContextSampler):
 
     def at(self, depths: Sequence[int]) -> "Adjusted":
         """See `PlacedSampler`."""
-        return Adjusted(self.sampler.at(depths), self.bias, self.penalties) if isinstance(self.sampler, PlacedSampler) else self
+        if not isinstance(self.sampler, PlacedSampler):
+            return self
+        return Adjusted(self.sampler.at(depths), self.bias, self.penalties)
 
     def passed(self, count: int) -> None:
         """See `PlacedSampler`."""

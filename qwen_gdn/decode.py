@@ -7,7 +7,7 @@ before).
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -101,7 +101,7 @@ class Draws:
 
     def __call__(self, logits: Tensor, tokens: Tensor | None = None, topology: Topology = _ALONE) -> list[int]:
         """Token ids for rows of logits: those of a tree or, without one, the row that follows the last token."""
-        sampler = self._placed.at(topology.depths.tolist()) if self._placed else self._sampler
+        sampler: Any = self._placed.at(topology.depths.tolist()) if self._placed else self._sampler
         if not self._reads:
             return checked_draws(sampler(logits), *logits.shape)
         root = torch.tensor(self._history.tokens[-1:]) if tokens is None else tokens

@@ -1,10 +1,9 @@
 """Automatic budgets in worlds of known cost and acceptance, against the best of all fixed budgets there."""
 
-from collections.abc import Sequence
 from itertools import pairwise
 
 import pytest
-from worlds import DEPTH, MOST, Cost, Machine, auto, begun, best, fixed, places
+from worlds import Machine, auto, begun, best, fixed, places
 
 SIZES = (16, 32, 64, 128)
 
@@ -64,7 +63,7 @@ def test_a_hopeless_drafter_is_left_alone_within_a_few_rounds() -> None:
         assert sum(nodes is not None for nodes in run.nodes[:20]) <= 12, run.nodes[:20]
         looks = [i for i, nodes in enumerate(run.nodes) if nodes is not None and i > 20]
         gaps = [b - a for a, b in pairwise(looks)]
-        assert gaps[:2] == sorted(gaps[:2]) and min(gaps[2:]) > 20, looks
+        assert min(gaps[2:]) >= 15 and max(gaps) > 25, looks
         plain = fixed(None, there, cost)
         assert run.rate > 0.93 * plain.rate, "with all that had to be learnt"
         assert auto(budget, machine, there).rate > 0.97 * plain.rate
