@@ -9,17 +9,18 @@ import os
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Final, Literal, NoReturn
 
 import torch
 
 from weights.fill import DTYPES
 
-from .loop import generate
+from .auto import AutoBudget
 from .mtp import MTPDrafter
 from .sampling import make_sampler
 
 BUNDLED = "bundled"
+AUTO: Final = "auto"  # as a budget: decided from round to round
 MTP = "mtp"  # as a drafter: the target's own module; a folder of that name is ./mtp
 DTYPE_NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
 
@@ -173,12 +174,19 @@ def _add_decoding(group: argparse._ArgumentGroup) -> None:
         default="tree",
         help="draft a tree, its likeliest chain alone, or nothing (default: %(default)s)",
     )
-    nodes = default(generate, "budget")
     group.add_argument(
         "--budget",
-        type=whole(most=MOST_NODES),
+        type=budget,
         metavar="N",
-        help=f"drafted tokens a round, the root not counted (default: {nodes}); at most {MOST_NODES}",
+        help=f"drafted tokens a round, the root not counted, at most {MOST_NODES}; or {AUTO} (the default): as many as "
+        "their chances of being accepted and the time of a round make worth it, measured while it writes; none at all "
+        "where plain decoding is faster",
+    )
+    group.add_argument(
+        "--max-budget",
+        type=whole(1, MOST_NODES),
+        metavar="N",
+        help=f"with --budget {AUTO}: the most drafted tokens of a round (default: {default(AutoBudget, 'most')})",
     )
     group.add_argument(
         "--spine",
@@ -202,7 +210,7 @@ def _add_decoding(group: argparse._ArgumentGroup) -> None:
         type=int,
         metavar="N",
         help="of the sampler (default: drawn, and reported); with the same options it gives the same text on one "
-        "machine, but modes and budgets spend its numbers differently",
+        "machine, whatever is drafted",
     )
 
 
@@ -251,6 +259,11 @@ def whole(least: int = 0, most: int = _MOST) -> Callable[[str], int]:
         return int(text)
 
     return read
+
+
+def budget(text: str) -> int | Literal["auto"]:
+    """A type of argument: nodes of a round, or the word that leaves them to be decided."""
+    return AUTO if text == AUTO else whole(most=MOST_NODES)(text)
 
 
 def bias(text: str) -> tuple[int, float]:

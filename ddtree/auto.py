@@ -6,7 +6,6 @@ and takes c(n) seconds. Of all n the one with the most tokens a second is taken:
 gets depends on earlier rounds and on what its drafter says, never on what the target draws in it.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from time import perf_counter
 from weakref import ref
@@ -22,11 +21,13 @@ from .tree import DraftTree, ScoredTree
 
 FIRST = 15  # nodes of a round before any was timed
 DOUBT = 1.0  # deviations by which an unknown cost is taken to be lower, so that it is tried
-MEMORY = 8  # rounds over which is judged whether drafting pays
-HOPE = math.log(4)  # a round's tokens before any was drafted
+MEMORY = 12  # rounds over which is judged whether drafting pays
+HOPE = 4.0  # a round's tokens before any was drafted
+MARGIN = 0.03  # by which drafting must have been worse, for looks at it cost about as much
+BRIEF, FAR = 3, 0.75  # fewer rounds, which are enough if they were this much worse
 FRESH = 2  # of these, as many as count when another text begins
 PATIENCE = 4  # plain rounds before a first look at whether drafting pays again
-SHARE = 0.02  # of the time that such looks may take
+SHARES = 0.08, 0.02  # of the time that such looks may take: the next ones, and after many in vain
 
 
 class AutoBudget:
@@ -52,9 +53,11 @@ class AutoBudget:
         self.costs = RoundCosts(sizes)
         self.calibration = Calibration()
         self._met = set[int]()  # kinds of rounds whose first one, which prepares things, has been
-        self._gain = HOPE  # logarithm of what drafted rounds emit, and the nodes they verify, over the last few
-        self._nodes = float(FIRST + 1)
+        self._tokens = HOPE  # what drafted rounds were expected to emit, and the nodes they verified, over the last few
+        self._lately = HOPE  # the same tokens, over fewer rounds
+        self._nodes = FIRST + 1.0
         self._rounds = FRESH  # how many these are
+        self._tried = FIRST // 2  # the most nodes of a round so far; the next may have twice as many
         self._idle = 0  # plain rounds since the last drafted one
         self._patience = PATIENCE
         self._look = True  # whether the next round drafts, whatever is thought of it
@@ -74,12 +77,13 @@ class AutoBudget:
     def room(self, context: int, depth: int) -> int:
         """Starts the round's time; 0 where rounds without drafts are faster, but for a look now and then."""
         self._context, self._depth, self._start = context, depth, self._clock()
-        self._looking = self._gain < self._even()
+        even = (1 - MARGIN) * self._seconds() / self.costs.plain(context, DOUBT)
+        self._looking = self._tokens < even or self._lately < FAR * even
         drafts = not self._looking or self._look or self._idle >= self._patience
         self._proposed = drafts and depth > 0
         if not drafts:
             self._idle += 1
-        return self.most if self._proposed else 0
+        return min(self.most, 2 * self._tried + 1) if self._proposed else 0
 
     def choose(self, tree: DraftTree) -> int:
         """The number of nodes with the most expected tokens a second."""
@@ -112,17 +116,17 @@ class AutoBudget:
             return
         if isinstance(tree, ScoredTree):
             self.calibration.learn(tree, path)
-        self._idle = 0
+        self._idle, self._tried = 0, max(self._tried, nodes - 1)
         self._judge(len(path), nodes)
 
-    def _even(self) -> float:
-        """The gain at which drafting, as it went lately, emits as many tokens a second as plain rounds may."""
-        drafted = float(self.costs.drafted(round(self._nodes), self._context)[-1])
-        return math.log(drafted / self.costs.plain(self._context, DOUBT))
+    def _seconds(self) -> float:
+        """What a drafted round takes, as rounds drafted lately."""
+        return float(self.costs.drafted(round(self._nodes), self._context)[-1])
 
     def _expect(self, tokens: float, nodes: int) -> None:
         self._rounds = min(self._rounds, FRESH if self._looking else MEMORY - 1) + 1
-        self._gain += (math.log(tokens) - self._gain) / self._rounds
+        self._tokens += (tokens - self._tokens) / self._rounds
+        self._lately += (tokens - self._lately) / min(self._rounds, BRIEF)
         self._nodes += (nodes - self._nodes) / self._rounds
 
     def _judge(self, tokens: int, nodes: int) -> None:
@@ -130,5 +134,5 @@ class AutoBudget:
         cost = float(self.costs.drafted(nodes, self._context)[-1]) / self.costs.plain(self._context)
         paid = not self._looking or tokens >= cost
         self._look = self._looking and paid
-        most = max(PATIENCE, round((cost - 1) / SHARE))
-        self._patience = PATIENCE if paid else min(2 * self._patience, most)
+        often, seldom = (round((cost - 1) / share) for share in SHARES)
+        self._patience = PATIENCE if paid else max(min(2 * self._patience, seldom), often, PATIENCE)

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 
@@ -11,7 +12,7 @@ from .tree import ScoredTree
 SURE = 8.0  # log-odds beyond which a drafter is not taken at its word
 LEAST = 0.1  # of the weight of its log-odds, so that a likelier child stays a likelier one
 BEFORE = (0.0, 0.0, 1.0, 0.0)  # its word, at any depth
-UNSURE = (1.0, 1.0, 0.3, 0.3)
+UNSURE = (1.5, 1.5, 0.3, 0.3)
 ROUND = (0.15, 0.15, 0.01, 0.02)  # how far that moves from round to round
 TEXT = (0.5, 0.5, 0.1, 0.1)  # and from one text to the next
 
@@ -54,7 +55,7 @@ class Calibration:
 
 def _asked(tree: ScoredTree, path: Sequence[int]) -> list[int]:
     """The nodes that the target drew or might have drawn: children on its way, up to the one that it took."""
-    taken = dict(zip(path[:-1], path[1:], strict=True)) | {path[-1]: len(tree.topology)}
+    taken = dict(pairwise(path)) | {path[-1]: len(tree.topology)}
     parents = tree.topology.parents
     return [node for node in range(1, len(parents)) if parents[node] in taken and node <= taken[parents[node]]]
 

@@ -91,7 +91,7 @@ class RoundCosts:
         """What is thought of a machine of which a single time is known: nearly nothing."""
         means = np.array([0.5, 0.0, 0.5, 0.1, 0.0, *(0.0 for _ in self._knots)])
         self._first = seconds / float(terms @ means)
-        deviations = np.array([0.3, 0.02, 0.3, 0.1, 0.02, *(0.1 for _ in self._knots)])
+        deviations = np.array([0.3, 0.02, 0.4, 0.3, 0.02, *(0.1 for _ in self._knots)])
         return Estimate((self._first * means).tolist(), (self._first * deviations).tolist())
 
     def _scales(self) -> Vector:

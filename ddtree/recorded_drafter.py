@@ -157,8 +157,9 @@ class _Programs:
         with torch.inference_mode(False):  # rows made in that mode could not be written outside it
             self.kept = [Rows(like.new_zeros(shape), like.new_zeros(shape)) for shape in shapes]
             self._features = like.new_zeros(1, config.block_size, like.shape[1])
-            self._start = Inputs((1,), like.device)
-            self._root = Inputs((1, 1), like.device)
+            number = torch.zeros(1, dtype=torch.int64)
+            self._start = Inputs((number,), like.device)
+            self._root = Inputs((number, number), like.device)
         self._observe = Recorded("the drafter's context update", [self._launch_observe], like.device, announce)
         self._propose = Recorded("the drafter's block", [self._launch_propose], like.device, announce)
 
@@ -195,11 +196,11 @@ class _Programs:
                 self._append(features.to(self._features.dtype), indices([start], features.device), _same)
         elif count:
             self._features[:, :count].copy_(features)
-            self._start.fill((torch.tensor([start]),))
+            self._start.fill(start)
             self._observe()
 
     def propose(self, root: int, start: int) -> _Block:
-        self._root.fill((torch.tensor([root, start]),))
+        self._root.fill(root, start)
         return _Block(*(part.clone() for part in self._propose()))
 
     def _launch_observe(self) -> None:

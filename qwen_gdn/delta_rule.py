@@ -288,8 +288,11 @@ class _Window(NamedTuple):
 
 def _solved(x: Tensor, rhs: Tensor) -> Tensor:
     """(I + X)^-1 rhs by substitution; only what lies below the diagonal of x is read. `rhs` may be written over."""
-    if torch.compiler.is_compiling() and rhs.is_contiguous():
-        _solve_in_place(x, rhs)  # the operation itself copies its right-hand side first
+    if torch.compiler.is_compiling():
+        # The operation itself first copies its right-hand side, and what does not lie in rows. What is computed here
+        # can be written that way at once.
+        rhs = rhs.contiguous()
+        _solve_in_place(x.contiguous(), rhs)
         return rhs
     out: Tensor = torch.linalg.solve_triangular(x, rhs, upper=False, unitriangular=True)
     return out

@@ -101,10 +101,12 @@ def _merged(own: _Part, pieces: _Part) -> Tensor:
 
 
 def _masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> _Part:
-    """A few new rows among themselves, in float32; q [H_kv, G·N, head_dim]."""
-    scores = (q.float() @ k.float().transpose(1, 2) * q.shape[-1] ** -0.5).masked_fill(~mask, float("-inf"))
+    """A few new rows among themselves, summed in float32; q [H_kv, G·N, head_dim]."""
+    scores = torch.bmm(q, k.transpose(1, 2), out_dtype=torch.float32) * q.shape[-1] ** -0.5
+    scores = scores.masked_fill(~mask, float("-inf"))
     weight = scores.logsumexp(dim=-1)
-    return _Part((scores - weight[..., None]).exp() @ v.float(), weight)
+    weights = (scores - weight[..., None]).exp().to(v.dtype)  # as a flash kernel rounds them
+    return _Part(torch.bmm(weights, v, out_dtype=torch.float32), weight)
 
 
 def _alone(q: Tensor, k: Tensor, v: Tensor) -> _Part:

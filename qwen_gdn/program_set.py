@@ -7,6 +7,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from .delta_rule import Factors
 from .layer_cache import DeltaRows
 from .model import Hidden, LayerId, QwenGDN
 from .programs import (
@@ -20,7 +21,7 @@ from .programs import (
     step_layer,
     tree_layer,
 )
-from .recorded import Announce, Inputs, Recorded, compiled, send
+from .recorded import Announce, Inputs, Pool, Recorded, compiled, lent, new_pool
 from .rope import rotation
 from .static_cache import BANKS, StaticDelta, StaticLayer, StaticMemory
 from .topology import Topology
@@ -67,22 +68,22 @@ class ProgramSet:
         self._model = model
         self.memory = memory
         self._announce = announce
-        # One pool for all: nothing that a program leaves is needed once another runs, but a tree's rows, and between
-        # a tree and its commit nothing runs.
-        self._pool = torch.cuda.graph_pool_handle() if model.device.type == "cuda" else None
+        # One pool for all but commits: nothing that a program leaves is needed once another runs, except for a tree's
+        # rows, and between a tree and its commit nothing runs.
+        self._pool, self._commit_pool = (new_pool(model.device) for _ in range(2))
         self._programs: dict[Hashable, _Program[Any]] = {}
 
     def step(self, capture: Capture, token: Tensor, length: int, bank: int) -> Hidden:
         """One token after the committed ones; its memory goes to the other bank."""
         make = partial(_Step, self._model, self.memory, capture)
-        part, run = self._program((capture,), "one token", make)
+        part, run = self._program((capture,), "one token", make, self._pool)
         part.send(token, length)
         return _copied(run(bank), 1)
 
     def chain(self, capture: Capture, size: int, tokens: Tensor, length: int, bank: int) -> Hidden:
         """Up to `size` tokens after the committed ones; their memory goes to the other bank."""
         make = partial(_Chain, self._model, self.memory, size, capture)
-        part, run = self._program(("chain", capture, size), f"{size} tokens", make)
+        part, run = self._program(("chain", capture, size), f"{size} tokens", make, self._pool)
         part.send(tokens, length)
         return _copied(run(bank), tokens.numel())
 
@@ -91,7 +92,7 @@ class ProgramSet:
     ) -> Verified:
         """A tree of up to `size` nodes; committed memory is only read."""
         make = partial(_Tree, self._model, self.memory, size, capture)
-        part, run = self._program((capture, size), f"trees of {size} nodes", make)
+        part, run = self._program((capture, size), f"trees of {size} nodes", make, self._pool)
         part.send(tokens, topology, length)
         outputs = run(bank)
         return Verified(_copied(outputs, len(topology)), _tensors(part.kept[bank]), partial(self._commit, part))
@@ -99,16 +100,16 @@ class ProgramSet:
     def _commit(self, tree: "_Tree", path: list[int], length: int, bank: int) -> None:
         most = min(SHORT, tree.size) if len(path) <= SHORT else tree.size
         name = f"commits of {most} from trees of {tree.size} nodes"
-        part, run = self._program((tree, most), name, partial(_Commit, self.memory, tree, most))
+        part, run = self._program((tree, most), name, partial(_Commit, self.memory, tree, most), self._commit_pool)
         part.send(path, length)
         run(bank)
 
-    def _program(self, key: Hashable, name: str, make: Callable[[], Part]) -> _Program[Part]:
+    def _program(self, key: Hashable, name: str, make: Callable[[], Part], pool: Pool) -> _Program[Part]:
         if key not in self._programs:
             with torch.inference_mode(False):  # inputs made in that mode could not be written outside it
                 part = make()
             runs = [partial(part.launch, bank) for bank in BANKS]
-            run = Recorded(name, runs, self._model.device, self._announce, pool=self._pool)
+            run = Recorded(name, runs, self._model.device, self._announce, pool=pool)
             self._programs[key] = _Program(part, run)
         return self._programs[key]
 
@@ -118,10 +119,10 @@ class _Step:
 
     def __init__(self, model: QwenGDN, memory: StaticMemory, capture: Capture) -> None:
         self._model, self._memory, self._capture = model, memory, capture
-        self._inputs = Inputs((1, 1), model.device)
+        self._inputs = Inputs((_numbers(1), _numbers(1)), model.device)
 
     def send(self, token: Tensor, length: int) -> None:
-        self._inputs.fill((torch.tensor([length]), token.reshape(1).long().cpu()))
+        self._inputs.fill(length, token.reshape(1).cpu())
 
     def launch(self, bank: int) -> Tensor:
         length, token = self._inputs.parts
@@ -138,12 +139,10 @@ class _Chain:
 
     def __init__(self, model: QwenGDN, memory: StaticMemory, size: int, capture: Capture) -> None:
         self._model, self._memory, self._size, self._capture = model, memory, size, capture
-        self._inputs = Inputs((1, 1, size), model.device)
+        self._inputs = Inputs((_numbers(1), _numbers(1), _numbers(size)), model.device)
 
     def send(self, tokens: Tensor, length: int) -> None:
-        count = tokens.numel()
-        padding = torch.zeros(self._size - count, dtype=torch.int64)
-        self._inputs.fill((torch.tensor([length, count]), tokens.reshape(-1).long().cpu(), padding))
+        self._inputs.fill(length, tokens.numel(), tokens.reshape(-1).cpu())
 
     def launch(self, bank: int) -> Tensor:
         length, count, tokens = self._inputs.parts
@@ -157,38 +156,26 @@ class _Chain:
 
 
 class _Tree:
-    """A tree, padded to `size` nodes; `kept` is what its last run from each bank has left for a commit."""
+    """A tree, padded to `size` nodes; `kept` is what its last run from each bank has left for a commit.
+
+    A recording does not hold that, so trees of all sizes and both banks leave it in the same memory.
+    """
 
     def __init__(self, model: QwenGDN, memory: StaticMemory, size: int, capture: Capture) -> None:
         self._model, self._memory, self._capture, self.size = model, memory, capture, size
-        width = model.config.linear_conv_kernel_dim
-        self._inputs = Inputs((1, size, size, size * width), model.device)
-        self._length, tokens, depths, windows = self._inputs.parts
-        ancestors = torch.eye(size, dtype=torch.bool, device=model.device)
-        self._nodes = Nodes(tokens, depths, windows.view(size, width), ancestors)
+        # A padding node has no ancestor but itself, and reads committed columns.
+        committed = torch.arange(model.config.linear_conv_kernel_dim - 1)
+        own = torch.arange(size)[:, None] + len(committed)
+        windows, ancestors = torch.cat((committed.expand(size, -1), own), dim=1), torch.eye(size, dtype=torch.bool)
+        self._inputs = Inputs((_numbers(1), _numbers(size), _numbers(size), windows, ancestors), model.device)
+        self._length, *nodes = self._inputs.parts
+        self._nodes = Nodes(*nodes)
         self.device = model.device
         self.kept: list[Kept] = [[] for _ in BANKS]
 
     def send(self, tokens: Tensor, topology: Topology, length: int) -> None:
-        count, width = len(topology), self._nodes.windows.shape[1]
-        missing = self.size - count
-        own = torch.arange(width - 1 + count, width - 1 + self.size)[:, None]
-        padding = torch.cat((torch.arange(width - 1).expand(missing, -1), own), dim=1)
-        none = torch.zeros(missing, dtype=torch.int64)
-        self._inputs.fill(
-            (
-                torch.tensor([length]),
-                tokens.reshape(-1).long().cpu(),
-                none,
-                topology.depths,
-                none,
-                topology.windows(width).flatten(),
-                padding.flatten(),
-            )
-        )
-        ancestors = torch.eye(self.size, dtype=torch.bool)
-        ancestors[:count, :count] = topology.ancestors
-        send(ancestors, self._nodes.ancestors)
+        windows = topology.windows(self._nodes.windows.shape[1])
+        self._inputs.fill(length, tokens.reshape(-1).cpu(), topology.depths, windows, topology.ancestors)
 
     def launch(self, bank: int) -> Tensor:
         length, nodes = self._length, self._nodes
@@ -201,7 +188,7 @@ class _Tree:
 
         memory, positions = self._memory.banks[bank], length + nodes.depths
         outputs = _forward(self._model, memory, self._capture, nodes.tokens, positions, layer)
-        self.kept[bank] = kept
+        self.kept[bank] = [_lent(rows) for rows in kept]
         return outputs
 
 
@@ -210,11 +197,10 @@ class _Commit:
 
     def __init__(self, memory: StaticMemory, tree: _Tree, most: int) -> None:
         self._memory, self._tree, self._most = memory, tree, most
-        self._inputs = Inputs((1, 1, most), tree.device)
+        self._inputs = Inputs((_numbers(1), _numbers(1), _numbers(most)), tree.device)
 
     def send(self, path: list[int], length: int) -> None:
-        padding = [0] * (self._most - len(path))
-        self._inputs.fill((torch.tensor([length, len(path), *path, *padding]),))
+        self._inputs.fill(length, len(path), path)
 
     def launch(self, bank: int) -> None:
         length, count, nodes = self._inputs.parts
@@ -255,10 +241,21 @@ def _forward(
     return torch.stack((final, *(outputs[i] for i in capture)))
 
 
+def _numbers(count: int) -> Tensor:
+    return torch.zeros(count, dtype=torch.int64)
+
+
 def _copied(outputs: Tensor, count: int) -> Hidden:
     """What `_forward` returns of the first rows, in storage that the next run leaves alone."""
     final, *captured = outputs[:, :, :count].clone()
     return Hidden(final, tuple(captured))
+
+
+def _lent(rows: DeltaRows | KVRows) -> DeltaRows | KVRows:
+    if isinstance(rows, DeltaRows):
+        return DeltaRows(Factors(*map(lent, rows.factors)), lent(rows.columns))
+    keys, values = rows
+    return lent(keys), lent(values)
 
 
 def _tensors(kept: Sequence[DeltaRows | KVRows]) -> list[Tensor]:

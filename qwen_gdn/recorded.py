@@ -9,13 +9,19 @@ import torch
 from torch import Tensor, nn
 
 from .precision import full_float32
-from .transfer import pinned
 from .tuning import tuned_in_graphs
 
 T = TypeVar("T")
 
 Announce = Callable[[str], AbstractContextManager[object]]
 """Makes the context in which a program of that name is compiled and recorded, which takes seconds to minutes."""
+
+Pool = Any
+"""Memory that recordings share, `torch.cuda.graph_pool_handle`, or None without recordings."""
+
+
+def new_pool(device: torch.device) -> Pool:
+    return torch.cuda.graph_pool_handle() if device.type == "cuda" else None
 
 
 @contextmanager
@@ -41,8 +47,7 @@ class Recorded(Generic[T]):
     Args:
         runs: each launches the same work on fixed addresses of its own. Running one that is called more than once
             must do no harm: it is run to warm up. All are recorded when the first is called.
-        pool: memory to share with other recordings (`torch.cuda.graph_pool_handle`); a run may then overwrite what
-            any of the others has returned.
+        pool: memory to share with other recordings; a run may then overwrite what any of the others has returned.
     """
 
     def __init__(
@@ -52,7 +57,7 @@ class Recorded(Generic[T]):
         device: torch.device,
         announce: Announce,
         *,
-        pool: Any = None,
+        pool: Pool = None,
     ) -> None:
         self._name = name
         self._runs = runs
@@ -83,7 +88,8 @@ class Recorded(Generic[T]):
         return result
 
     def _record(self, run: Callable[[], T]) -> list[tuple[torch.cuda.CUDAGraph, T]]:
-        stream = torch.cuda.Stream()
+        # One stream for all: libraries keep a workspace for every stream that they were called on.
+        stream = _stream(torch.cuda.current_device())
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream), tuned_in_graphs():
             run()  # compiles, tunes, and lets libraries set themselves up, none of which can be recorded
@@ -92,9 +98,42 @@ class Recorded(Generic[T]):
         graphs = []
         for one in self._runs:
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool):
+            with torch.cuda.graph(graph, pool=self._pool, stream=stream):
                 graphs.append((graph, one()))
         return graphs
+
+
+class _Place:
+    """An address that tensors can be made of without owning it."""
+
+    def __init__(self, address: int, count: int) -> None:
+        self.__cuda_array_interface__ = {
+            "data": (address, False),
+            "shape": (count,),
+            "typestr": "|u1",
+            "strides": None,
+            "version": 3,
+        }
+
+
+def lent(tensor: Tensor) -> Tensor:
+    """The tensor or, in a recording, one of the same place that does not hold it.
+
+    Other recordings of the same pool may then use the place too. The tensor itself must live until nothing more is
+    recorded that could be put there before it is read.
+    """
+    if not (tensor.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return tensor
+    storage = tensor.untyped_storage()
+    place = torch.as_tensor(_Place(storage.data_ptr(), storage.nbytes()), device=tensor.device)
+    alike = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return alike.set_(place.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
+
+
+@cache
+def _stream(device: int) -> torch.cuda.Stream:
+    """Where the programs of a device are prepared."""
+    return torch.cuda.Stream(device)
 
 
 @cache
@@ -114,25 +153,35 @@ def applied(module: nn.Module, x: Tensor) -> Tensor:
 
 
 class Inputs:
-    """Small integers that a program reads, at one fixed address: one transfer fills all of them, without a wait.
+    """What a program reads of the host, at one fixed address: one transfer fills all of it, without a wait.
+
+    parts: on the device, shaped like the padding.
 
     Args:
-        counts: numbers in each part.
+        padding: CPU tensors of what the parts hold beyond what is sent, int64 ones before bool ones.
     """
 
-    def __init__(self, counts: Sequence[int], device: torch.device) -> None:
-        self._flat = torch.zeros(sum(counts), dtype=torch.int64, device=device)
-        self.parts: tuple[Tensor, ...] = self._flat.split(list(counts))
+    def __init__(self, padding: Sequence[Tensor], device: torch.device) -> None:
+        self._padding = [(part.dtype, part.shape) for part in padding]
+        self._bounds = [part.nbytes for part in padding]
+        self._empty = torch.cat([part.contiguous().view(-1).view(torch.uint8) for part in padding])
+        self._flat = self._empty.to(device, copy=True)
+        self.parts = self._split(self._flat)
 
-    def fill(self, parts: Sequence[Tensor]) -> None:
-        """Sends the parts, int64 on the CPU, in order."""
-        flat = torch.cat(list(parts))
-        send(flat, self._flat)
+    def fill(self, *values: Tensor | int | Sequence[int]) -> None:
+        """Sends a value for each part, which may be smaller than the part in any dimension."""
+        staged = torch.empty_like(self._empty, pin_memory=self._flat.is_cuda).copy_(self._empty)
+        for part, value in zip(self._split(staged), values, strict=True):
+            if isinstance(value, int):
+                part.fill_(value)
+                continue
+            given = torch.as_tensor(value)
+            part[tuple(slice(size) for size in given.shape)] = given
+        self._flat.copy_(staged, non_blocking=True)
 
-
-def send(source: Tensor, target: Tensor) -> None:
-    """Copies a CPU tensor to a fixed address; the host does not wait."""
-    target.copy_(pinned(source, target.device), non_blocking=True)
+    def _split(self, flat: Tensor) -> list[Tensor]:
+        rows = zip(flat.split(self._bounds), self._padding, strict=True)
+        return [part.view(dtype).view(shape) for part, (dtype, shape) in rows]
 
 
 def unannounced(name: str) -> AbstractContextManager[Any]:

@@ -122,8 +122,8 @@ class Topology:
         columns where the path is shorter than the window.
         """
         committed = width - 1
-        rows: list[list[int]] = []
-        for i, parent in enumerate(self.parents):
-            before = rows[parent][1:] if i else list(range(committed))
-            rows.append([*before, committed + i])
-        return torch.tensor(rows)
+        before = torch.tensor([*range(-1, committed - 1), *(committed + parent for parent in self.parents)])
+        columns = [torch.arange(committed, committed + len(self))]
+        for _ in range(committed):
+            columns.append(before[columns[-1]])
+        return torch.stack(columns[::-1], dim=1)

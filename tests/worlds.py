@@ -112,7 +112,7 @@ def auto(budget: AutoBudget, machine: Machine, there: Iterator[Place] | list[Pla
     run = Run()
     for place in there:
         room = budget.room(context, DEPTH + 1)
-        nodes = min(budget.choose(place.tree), room) if room else None
+        nodes = budget.choose(first_nodes(place.tree, room + 1)) if room else None
         tree = first_nodes(place.tree, 1 + (nodes or 0))
         run.nodes.append(nodes)
         run.seconds += machine.spend(0 if nodes is None else len(tree.topology), context)
