@@ -2,8 +2,8 @@
 
 import itertools
 import json
+import math
 import statistics
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,10 @@ import torch
 from checkpoints import random_pair
 from proposers import Branching, Right
 from test_tools import bad_use, prompt_of, scripted
-from tiny import tiny_model
+from tiny import seeded, tiny_model
 
 from ddtree import NoDrafts, Round, generate
-from qwen_gdn import Context, History, QwenGDN, Topology, decode
+from qwen_gdn import QwenGDN, decode
 from tools import compare
 from tools.measure import paired, speed
 from tools.measure.acceptance import Forced
@@ -25,9 +25,9 @@ from tools.measure.comparison import Set, together
 from tools.measure.exactness import DifferentOutputError, Referee
 from tools.measure.intervals import Interval, Resampled, interval
 from tools.measure.paired import Plan, measure
-from tools.measure.positional import Positional
 from tools.measure.prompts import PromptSet, read_prompts
 from tools.measure.runs import PLAIN, Mode, Pair, Sample, run
+from tools.measure.sampled import Sampling
 
 COUNT = 12
 
@@ -91,28 +91,13 @@ def test_ratios_are_paired_within_alternations(model: QwenGDN, monkeypatch: pyte
     json.dumps([found.as_json(), all_sets.as_json()])
 
 
-def test_draws_of_places_have_the_law_of_their_logits_independently() -> None:
-    """A root and its child are drawn at two places that follow each other; siblings stand at one."""
-    logits, draws = torch.tensor([[1.0, 0.0, -1.0], [0.5, 2.0, 0.0]]), 4000
-    history = History(torch.tensor([5]))
-    history.extend([7])
-    context = Context(history, torch.tensor([7, 1]), Topology([-1, 0]))
-    drawn = Counter(tuple(Positional(0.7, seed, 3)(logits, context).tolist()) for seed in range(draws))
-    root, child = ((row / 0.7).softmax(0).tolist() for row in logits)
-    for pair, share in ((pair, root[pair[0]] * child[pair[1]]) for pair in itertools.product(range(3), repeat=2)):
-        assert abs(drawn[pair] / draws - share) < 4 * (share * (1 - share) / draws) ** 0.5
-    siblings = Context(history, torch.tensor([7, 1, 2]), Topology([-1, 0, 0]))
-    rows = logits[[0, 1, 1]]
-    assert all(len({*Positional(0.7, seed, 3)(rows, siblings)[1:].tolist()}) == 1 for seed in range(50))
-
-
 @pytest.mark.parametrize("maker", [Right, Branching])
 def test_every_mode_writes_the_same_at_a_temperature(model: QwenGDN, maker: type) -> None:
     prompt = prompt_of(8)
     pair = Pair(model, scripted(model, maker, prompt))
     modes = [PLAIN, Mode("chain", 3), Mode("tree", 9), Mode("spine", 5), Mode("auto")]
     texts = [
-        [run(pair, mode, prompt, COUNT, sampler=Positional(0.8, s, COUNT)).tokens for mode in modes] for s in (1, 2)
+        [run(pair, mode, prompt, COUNT, sampler=Sampling(0.8, s).sampler()).tokens for mode in modes] for s in (1, 2)
     ]
     assert all(text == row[0] for row in texts for text in row)
     assert texts[0][0] != texts[1][0]
@@ -132,16 +117,20 @@ def test_no_figure_is_given_for_texts_that_differ(
 
 
 def test_a_draw_at_the_edge_of_two_tokens_is_a_tie_and_any_other_difference_is_not(model: QwenGDN) -> None:
-    prompt, draws = prompt_of(4), Positional(0.8, 6, 4)
-    logits = model.double()(torch.tensor([prompt])).final[0, -1]
-    shares = (model.logits(logits) / 0.8).softmax(0)
-    model.float()
-    edge = shares.cumsum(0)[40]  # 97 tokens are drawn in blocks of one, by the first number alone
-    draws.numbers[0] = torch.tensor([float(edge), 0.5])
-    tie = Referee(model).judge("x", prompt, [40], [41], draws)
-    assert tie is not None and tie.gap is None and tie.tokens == (40, 41)
-    with pytest.raises(DifferentOutputError, match=r"x: token 0 is 40, .* not both drawn by numbers"):
-        Referee(model).judge("x", prompt, [40], [50], draws)
+    """The likeliest token is made to end just where the number of the first place lies, and every other to be even."""
+    prompt, sampling = prompt_of(4), Sampling(0.8, 6)
+    number = float(torch.rand(64, 2, dtype=torch.float64, generator=seeded(6))[0, 0])
+    logits = torch.zeros(97, dtype=torch.float64)
+    logits[0] = 0.8 * math.log(96 * number / (1 - number))
+    assert {0, 1} <= sampling.near(logits, 0, 1e-4) and not {0, 1} <= sampling.near(
+        logits + 0.01 * (logits != 0), 0, 1e-4
+    )
+    referee = Referee(model)
+    referee._logits = lambda context: logits  # type: ignore[method-assign]
+    tie = referee.judge("x", prompt, [0], [1], sampling)
+    assert tie is not None and tie.gap is None and tie.tokens == (0, 1)
+    with pytest.raises(DifferentOutputError, match=r"x: token 0 is 1, .* not both drawn by numbers"):
+        referee.judge("x", prompt, [1], [9], sampling)
 
 
 def test_prompts_are_read_a_line_each(tmp_path: Path) -> None:

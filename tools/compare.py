@@ -8,8 +8,8 @@ Modes are `plain`, `chain:N`, `tree:N` and `spine:N` (a tree that holds the chai
 They alternate: every prompt is written in all of them, one after the other, each time in another order, and what is
 written must be the same in all, token for token. Outputs that differ by more than rounding are refused, with the
 place; so in float32 no figures are given for texts that differ (in bfloat16 and float16 near-ties part more of them,
-which is told). At a temperature each place of a text draws by its own numbers, given by the seed, so that every mode
-must write the same there too; greedily there is one seed.
+which is told). At a temperature a seed gives each place of a text its own numbers, so that every mode must
+write the same there too; greedily there is one seed.
 
 Speed leaves out prompt and first token. On a CPU that others use too, --clock cpu --threads 1 counts the time that this
 process computes, in place of the time that passes. A ratio of two modes is taken within an alternation, text by text; a
@@ -47,10 +47,9 @@ if not __package__:
     sys.path.insert(0, str(ROOT))
 
 from ddtree.arguments import BUNDLED, MTP, device, drafter, source, whole  # noqa: E402
-from qwen_gdn import greedy  # noqa: E402
 from tools.arguments import amount, documented_parser, file, some_of  # noqa: E402
 from tools.measure import comparison, tables  # noqa: E402
-from tools.measure.acceptance import AHEAD, Forced, teacher_forced  # noqa: E402
+from tools.measure.acceptance import Forced, teacher_forced  # noqa: E402
 from tools.measure.options import DTYPES  # noqa: E402
 from tools.measure.paired import Plan, measure  # noqa: E402
 from tools.measure.pairs import encoder, load_pair  # noqa: E402
@@ -126,8 +125,7 @@ def _circumstances(options: argparse.Namespace, pair: Pair) -> dict[str, object]
 def _forced(pair: Pair, found: comparison.Set) -> list[Forced]:
     """Accepted lengths at the budgets of the set's modes, from the contexts of its plain texts."""
     budgets = sorted({mode.budget for mode in found.measured.modes if mode.budget})
-    samplers = [draws or greedy for draws in found.plan.samplers(AHEAD)]
-    return teacher_forced(pair, found.prompts.prompts, budgets, found.plan.count, samplers)
+    return teacher_forced(pair, found.prompts.prompts, budgets, found.plan.count, found.plan.samplings)
 
 
 def _prompt_sets(options: argparse.Namespace, encode: Encode) -> Iterator[tuple[PromptSet, float]]:

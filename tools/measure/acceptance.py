@@ -13,10 +13,10 @@ from torch import Tensor
 from tqdm import tqdm
 
 from ddtree import DraftTree, Round, Scores, accept, build_chain, build_spine, build_tree
-from qwen_gdn import Hidden, decode, greedy, prefill
-from qwen_gdn.decode import Sampler
+from qwen_gdn import Hidden, decode, prefill
 from tools.measure.exactness import NearTie, Referee
 from tools.measure.runs import Mode, Pair, accepted_length, run
+from tools.measure.sampled import GREEDY, Sampling
 
 # Tokens that the target is let write past the last context: published drafters propose 15 positions at most.
 AHEAD = 16
@@ -103,17 +103,17 @@ def teacher_forced(
     prompts: Sequence[Sequence[int]],
     budgets: Sequence[int],
     count: int,
-    samplers: Sequence[Sampler] = (greedy,),
+    samplings: Sequence[Sampling] = (GREEDY,),
 ) -> list[Forced]:
     """Accepted lengths from every one of the first `count` positions of each prompt's plain continuations.
 
     Args:
-        samplers: one for each continuation of a prompt.
+        samplings: one for each continuation of a prompt.
     """
     lengths: dict[int, list[tuple[int, int, int]]] = {budget: [] for budget in budgets}
-    texts = [(prompt, sampler) for prompt in prompts for sampler in samplers]
-    for prompt, sampler in tqdm(texts, desc="teacher-forced", disable=None, leave=False):
-        for context in contexts(pair, prompt, count, sampler):
+    texts = [(prompt, sampling) for prompt in prompts for sampling in samplings]
+    for prompt, sampling in tqdm(texts, desc="teacher-forced", disable=None, leave=False):
+        for context in contexts(pair, prompt, count, sampling):
             for budget in budgets:
                 trees = (
                     build(context.root, context.scores, budget) for build in (build_chain, build_tree, build_spine)
@@ -137,10 +137,10 @@ def _forced(budget: int, lengths: Sequence[tuple[int, int, int]]) -> Forced:
 
 
 @torch.no_grad()
-def contexts(pair: Pair, prompt: Sequence[int], count: int, sampler: Sampler = greedy) -> Iterator[Context]:
+def contexts(pair: Pair, prompt: Sequence[int], count: int, sampling: Sampling = GREEDY) -> Iterator[Context]:
     """The first `count` positions of the plain continuation, the drafter having seen just what precedes each."""
     target, drafter = pair.target, pair.drafter
-    written = list(decode(target, prompt, max_new_tokens=count + AHEAD, sampler=sampler))
+    written = list(decode(target, prompt, max_new_tokens=count + AHEAD, sampler=sampling.sampler()))
     cache = target.new_cache(len(prompt) + count)
 
     def observe(hidden: Hidden) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from qwen_gdn import QwenGDN
-from tools.measure.positional import Positional
+from tools.measure.sampled import GREEDY, Sampling
 
 # The widest gap, as a share of the logit scale, that rounding may decide. A bfloat16 logit is rounded to 1/256 of
 # itself, and what the layers before it add is a small multiple of that.
@@ -47,13 +47,13 @@ class Referee:
         prompt: Sequence[int],
         ours: Sequence[int],
         plain: Sequence[int],
-        draws: Positional | None = None,
+        sampling: Sampling = GREEDY,
     ) -> NearTie | None:
         """None for equal outputs, else the near-tie at which they part.
 
         Args:
             what: how to call this output in an error.
-            draws: what both were drawn by; None if they are greedy.
+            sampling: how both were drawn.
 
         Raises:
             DifferentOutputError: the two tokens are further apart than rounding reaches, or an output ended early.
@@ -67,8 +67,8 @@ class Referee:
         logits = self._logits([*prompt, *plain[:place]])
         scale = float(logits.abs().max())
         parted = f"{what}: token {place} is {tokens[0]}, plain decoding writes {tokens[1]}"
-        if draws is not None:
-            if not draws.near(logits, place, limit * scale) >= {*tokens}:
+        if sampling.temperature:
+            if not sampling.near(logits, place, limit * scale) >= {*tokens}:
                 raise DifferentOutputError(
                     f"{parted}; in float64 they are not both drawn by numbers that differ from those of this place by "
                     f"as much as logits off by {limit:.0e} of their scale explain"

@@ -14,11 +14,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from qwen_gdn import greedy
 from tools.measure.exactness import NearTie, Referee
 from tools.measure.intervals import Resampled
-from tools.measure.positional import Positional
 from tools.measure.runs import PLAIN, Mode, Pair, Sample, run
+from tools.measure.sampled import Sampling
 from tools.measure.speed import in_turn, shown
 
 
@@ -30,11 +29,10 @@ class Plan(NamedTuple):
     alternations: int
     count: int
 
-    def samplers(self, ahead: int = 0) -> list[Positional | None]:
-        """A sampler for each text of a prompt, which may be `ahead` tokens longer; None is greedy."""
-        if self.temperature == 0:
-            return [None]
-        return [Positional(self.temperature, seed, self.count + ahead) for seed in range(self.seeds)]
+    @property
+    def samplings(self) -> list[Sampling]:
+        """One for each text of a prompt."""
+        return [Sampling(self.temperature, seed) for seed in range(self.seeds)]
 
 
 class Measured(NamedTuple):
@@ -80,17 +78,16 @@ def measure(pair: Pair, prompts: Sequence[Sequence[int]], modes: Sequence[Mode],
         DifferentOutputError: a mode wrote something else than plain decoding and rounding does not explain it.
     """
     referee, ties = Referee(pair.model), dict[str, NearTie]()
-    texts = [(i, prompt, draws) for i, prompt in enumerate(prompts) for draws in plan.samplers()]
-    plain = [run(pair, PLAIN, prompt, plan.count, sampler=draws or greedy).tokens for _, prompt, draws in texts]
+    texts = [(i, prompt, sampling) for i, prompt in enumerate(prompts) for sampling in plan.samplings]
+    plain = [run(pair, PLAIN, prompt, plan.count, sampler=sampling.sampler()).tokens for _, prompt, sampling in texts]
 
     def all_modes(turn: int) -> Iterator[list[Sample]]:
-        for number, ((i, prompt, draws), right) in enumerate(
-            shown(list(zip(texts, plain, strict=True)), f"turn {turn}")
-        ):
-            samples = in_turn(pair, modes, prompt, plan.count, turn + number, draws or greedy)
+        written = shown(list(zip(texts, plain, strict=True)), f"turn {turn}")
+        for number, ((i, prompt, sampling), right) in enumerate(written):
+            samples = in_turn(pair, modes, prompt, plan.count, turn + number, sampling)
             for mode, sample in zip(modes, samples, strict=True):
-                what = f"prompt {i}, " + (f"seed {draws.seed}, " if draws else "") + mode.word
-                tie = referee.judge(what, prompt, sample.tokens, right, draws)
+                what = f"prompt {i}, " + (f"seed {sampling.seed}, " if sampling.temperature else "") + mode.word
+                tie = referee.judge(what, prompt, sample.tokens, right, sampling)
                 if tie:
                     ties[what] = tie
             yield samples

@@ -11,10 +11,9 @@ from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
-from qwen_gdn import greedy
-from qwen_gdn.decode import Sampler
 from tools.measure.exactness import NearTie, Referee
 from tools.measure.runs import PLAIN, Mode, Pair, Sample, StageClock, accepted_length, run
+from tools.measure.sampled import GREEDY, Sampling
 
 
 class Spread(NamedTuple):
@@ -126,11 +125,11 @@ def modes_of(budgets: Sequence[int], depth: int) -> list[Mode]:
 
 
 def in_turn(
-    pair: Pair, modes: Sequence[Mode], prompt: Sequence[int], count: int, turn: int, sampler: Sampler = greedy
+    pair: Pair, modes: Sequence[Mode], prompt: Sequence[int], count: int, turn: int, sampling: Sampling = GREEDY
 ) -> list[Sample]:
     """A sample of every mode, in the order of `modes`, taken in an order rotated by `turn`."""
     order = [(i + turn) % len(modes) for i in range(len(modes))]
-    taken = {i: run(pair, modes[i], prompt, count, sampler=sampler) for i in order}
+    taken = {i: run(pair, modes[i], prompt, count, sampler=sampling.sampler()) for i in order}
     return [taken[i] for i in range(len(modes))]
 
 
