@@ -6,6 +6,7 @@ alternation before its median is.
 """
 
 from collections.abc import Iterator, Sequence
+from random import Random
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -127,8 +128,11 @@ def modes_of(budgets: Sequence[int], depth: int) -> list[Mode]:
 def in_turn(
     pair: Pair, modes: Sequence[Mode], prompt: Sequence[int], count: int, turn: int, sampling: Sampling = GREEDY
 ) -> list[Sample]:
-    """A sample of every mode, in the order of `modes`, taken in an order rotated by `turn`."""
-    order = [(i + turn) % len(modes) for i in range(len(modes))]
+    """A sample of every mode, in the order of `modes`, taken in an order that `turn` decides.
+
+    Not by rotation: each mode would follow the same one always, and meet what that leaves in the processor's caches.
+    """
+    order = Random(turn).sample(range(len(modes)), len(modes))
     taken = {i: run(pair, modes[i], prompt, count, sampler=sampling.sampler()) for i in order}
     return [taken[i] for i in range(len(modes))]
 
