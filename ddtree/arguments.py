@@ -179,8 +179,8 @@ def _add_decoding(group: argparse._ArgumentGroup) -> None:
         type=budget,
         metavar="N",
         help=f"drafted tokens a round, the root not counted (default: {AUTO}); at most {MOST_NODES}. {AUTO} drafts as "
-        "many as are worth their time by their chances of being accepted, both measured while it writes, and none where "
-        "plain decoding is faster",
+        "many as are worth their time by their chances of being accepted, both measured while it writes, and none "
+        "where plain decoding is faster",
     )
     group.add_argument(
         "--max-budget",
