@@ -178,8 +178,8 @@ def _add_decoding(group: argparse._ArgumentGroup) -> None:
         "--budget",
         type=budget,
         metavar="N",
-        help=f"drafted tokens a round, the root not counted, at most {MOST_NODES}; or {AUTO} (the default): as many as "
-        "their chances of being accepted and the time of a round make worth it, measured while it writes; none at all "
+        help=f"drafted tokens a round, the root not counted (default: {AUTO}); at most {MOST_NODES}. {AUTO} drafts as "
+        "many as are worth their time by their chances of being accepted, both measured while it writes, and none "
         "where plain decoding is faster",
     )
     group.add_argument(
@@ -263,7 +263,12 @@ def whole(least: int = 0, most: int = _MOST) -> Callable[[str], int]:
 
 def budget(text: str) -> int | Literal["auto"]:
     """A type of argument: nodes of a round, or the word that leaves them to be decided."""
-    return AUTO if text == AUTO else whole(most=MOST_NODES)(text)
+    if text == AUTO:
+        return AUTO
+    try:
+        return whole(most=MOST_NODES)(text)
+    except argparse.ArgumentTypeError as error:
+        raise argparse.ArgumentTypeError(f"{error}, nor is that {AUTO}") from None
 
 
 def bias(text: str) -> tuple[int, float]:

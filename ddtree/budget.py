@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Protocol, cast
 
-from qwen_gdn.checked import checked_count
+from qwen_gdn.checked import checked_count, shown
 from qwen_gdn.decode import HybridModel
 
 from .tree import DraftTree
@@ -55,6 +55,8 @@ def checked_budget(budget: int | Budget) -> Budget:
     """The budget as one that can be asked; ValueError if it is neither a number of at least 0 nor a `Budget`."""
     if _decides(budget):
         return cast(Budget, budget)
+    if not isinstance(budget, int):
+        raise ValueError(f"budget must be an int of at least 0, got {shown(budget)}; or an AutoBudget(), which decides")
     return fixed("budget", budget)
 
 
@@ -70,4 +72,5 @@ def fixed(what: str, budget: object) -> Fixed:
 
 
 def _decides(budget: object) -> bool:
-    return all(callable(getattr(budget, name, None)) for name in ("begin", "room", "choose", "learn"))
+    answers = (getattr(budget, name, None) for name in ("begin", "room", "choose", "learn"))
+    return not isinstance(budget, type) and all(map(callable, answers))

@@ -8,6 +8,7 @@ import math
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -32,6 +33,7 @@ class Place(NamedTuple):
         return tuple(node for node in self.path if node <= nodes)
 
 
+@cache
 def places(count: int, *, seed: int = 0, sharp: float = 3.0, heat: float = 1.0, shift: float = 0.0) -> list[Place]:
     """Places where the target draws from what is drafted, heated, its odds shifted away from every drafted token.
 
@@ -136,3 +138,16 @@ def begun(machine: Machine, *sizes: int, **how: Any) -> AutoBudget:
     budget.owner = Target(*sizes)  # type: ignore[attr-defined]  # it keeps none alive by itself
     budget.begin(budget.owner)  # type: ignore[attr-defined]
     return budget
+
+
+def erratic(seed: int = 0, **how: Any) -> AutoBudget:
+    """An automatic budget whose clock says anything at all, so that it gives anything, too."""
+    dice = random.Random(seed)
+    times = iter(lambda: dice.uniform(0.0, 1000.0) ** 2, None)
+    now = [0.0]
+
+    def clock() -> float:
+        now[0] += next(times)
+        return now[0]
+
+    return AutoBudget(clock=clock, **how)
