@@ -33,5 +33,6 @@ def plot(file: Path, sets: Sequence[Set]) -> None:
 
 
 def _draw(axes: Any, places: list[float], found: list[Interval], label: str) -> None:
-    reach = [[each.value - each.low for each in found], [each.high - each.value for each in found]]
+    # A percentile interval may, if rarely, leave its own statistic out; lines have no negative length.
+    reach = [[max(0.0, each.value - each.low) for each in found], [max(0.0, each.high - each.value) for each in found]]
     axes.errorbar(places, [each.value for each in found], yerr=reach, fmt="o", capsize=2, markersize=4, label=label)
