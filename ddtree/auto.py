@@ -21,7 +21,6 @@ from .estimate import Matrix
 from .tree import DraftTree, ScoredTree
 
 FIRST = 15  # nodes of a round before any was timed
-DOUBT = 1.0  # deviations by which an unknown cost is taken to be lower, so that it is tried
 MEMORY = 12  # rounds over which is judged whether drafting pays
 HOPE = 4.0  # a round's tokens before any was drafted
 MARGIN = 0.03  # by which drafting must have been worse, for looks at it cost about as much
@@ -64,9 +63,9 @@ class AutoBudget:
         self._patience = PATIENCE
         self._look = True  # whether the next round drafts, whatever is thought of it
         # Of the round at work:
-        self._looking = self._proposed = False
+        self._looking = self._proposed = self._quiet = False
         self._context = self._depth = 0
-        self._seconds = self.costs.seconds(0)
+        self._seconds = self.costs.at(0)
         self._expected = 1.0  # tokens
         self._odds: Matrix = np.zeros((1, 4))
         self._start = 0.0
@@ -80,12 +79,18 @@ class AutoBudget:
         self._look = True
 
     def room(self, context: int, depth: int) -> int:
-        """Starts the round's time; 0 where rounds without drafts are faster, but for a look now and then."""
-        self._context, self._depth, self._start = context, depth, self._clock()
-        self._seconds = self.costs.seconds(context)
-        even = (1 - MARGIN) * self._seconds[round(self._nodes)] / self.costs.seconds(context, DOUBT)[0]
-        self._looking = self._tokens < even or self._lately < FAR * even
-        drafts = not self._looking or self._look or self._idle >= self._patience
+        """Starts the round's time; 0 where rounds without drafts are faster, but for a look now and then.
+
+        Between looks nothing is measured, nor asked again but shortly before the next one.
+        """
+        self._context, self._depth = context, depth
+        self._quiet = PATIENCE <= self._idle < self._patience - 1 and not self._look
+        if not self._quiet:
+            self._start = self._clock()
+            self._seconds = self.costs.at(context)
+            even = (1 - MARGIN) * self._seconds.likely[round(self._nodes)] / self._seconds.least[0]
+            self._looking = bool(self._tokens < even or self._lately < FAR * even)
+        drafts = not self._quiet and (not self._looking or self._look or self._idle >= self._patience)
         self._proposed = drafts and depth > 0
         if not drafts:
             self._idle += 1
@@ -102,8 +107,7 @@ class AutoBudget:
         tokens = np.cumsum(self.calibration.chances(tree, self._odds))  # the root's own draw, and what it leads to
         claims = np.cumsum(self.calibration.claims(tree, self._odds)) if self._looking else tokens
         if self.costs:
-            seconds = self.costs.seconds(self._context, DOUBT)[1:]
-            best = int(np.argmax(claims / seconds[: len(claims)]))
+            best = int(np.argmax(claims / self._seconds.least[1 : len(claims) + 1]))
         else:
             best = min(FIRST, len(tokens) - 1)
         self._expected = float(tokens[best])
@@ -113,6 +117,8 @@ class AutoBudget:
 
     def learn(self, tree: DraftTree, path: Sequence[int]) -> None:
         """Takes up the time since `room`, and what was accepted."""
+        if self._quiet:
+            return
         seconds = self._clock() - self._start
         nodes = len(tree.topology) if self._proposed else 0
         kind = self.costs.padded(nodes) if self.costs.sizes else -1
@@ -132,7 +138,7 @@ class AutoBudget:
 
     def _judge(self, tokens: int, nodes: int) -> None:
         """Whether a look at drafting was worth it, and when the next one is due if not."""
-        cost = float(self._seconds[nodes] / self._seconds[0])  # in tokens of plain rounds
+        cost = float(self._seconds.likely[nodes] / self._seconds.likely[0])  # in tokens of plain rounds
         paid = not self._looking or tokens >= cost
         self._look = self._looking and paid
         often, seldom = (round((cost - self._expected) / share) for share in SHARES)

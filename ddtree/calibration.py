@@ -49,7 +49,8 @@ class Calibration:
         self._found.drift(self._moves)
         asked = _asked(tree, path)
         if asked:
-            hits = np.isin(asked, path).astype(np.float64)
+            taken = set(path)
+            hits = np.array([node in taken for node in asked], dtype=np.float64)
             self._found.weigh(odds[asked], hits)
             self._found.mean[2] = max(self._found.mean[2], LEAST)
 

@@ -2,6 +2,7 @@
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,6 +18,17 @@ OUTLIER = 3.0  # deviations beyond which a time counts as one this far off
 LEAST = 0.05  # of the first time: below it there is extrapolation alone
 
 
+class Seconds(NamedTuple):
+    """Of rounds by their nodes, [most + 1].
+
+    likely: what they take as far as is known.
+    least: what they may well take, one deviation less.
+    """
+
+    likely: Vector
+    least: Vector
+
+
 class RoundCosts:
     """Seconds of a round, by the nodes of its verify and the tokens in the cache.
 
@@ -24,7 +36,7 @@ class RoundCosts:
     takes d + n N + n' c N more, and what is peculiar to N: an e for each of some sizes, between which it is linear. A
     target whose programs have sizes pays a whole one, so there N is the size that it is padded to. All are learnt at
     once from every time; the machine's own speed, which changes most, moves them together. Before anything is known of
-    a kind of round its cost is wide open; less some deviations of doubt it is then low, and worth a try.
+    a kind of round its cost is wide open, and the least of it low enough to be worth a try.
 
     Args:
         most: the most nodes that are asked for, the root included.
@@ -57,20 +69,16 @@ class RoundCosts:
         """The nodes that a verify of so many pays for; a root alone is a single token."""
         return nodes if nodes <= 1 else next((size for size in self.sizes if size >= nodes), nodes)
 
-    def seconds(self, context: int, doubt: float = 0.0) -> Vector:
-        """Of rounds that verify 0 to `most` nodes, [most + 1]: the first without a proposal, the others with one.
-
-        Args:
-            doubt: deviations of what is known of each that are taken off.
-        """
+    def at(self, context: int) -> "Seconds":
+        """Of rounds that verify 0 to `most` nodes: the first without a proposal, the others with one."""
         if self._found is None:
-            return np.ones(len(self._terms))
+            ones = np.ones(len(self._terms))
+            return Seconds(ones, ones)
         terms = self._terms + context / 1000 * self._by_context
         values = terms @ self._found.mean
-        if doubt:
-            deviations = np.sqrt(((terms @ self._found.covariance) * terms).sum(1))
-            values -= np.minimum(doubt * deviations, 0.8 * values)
-        return np.asarray(np.maximum(values, LEAST * self._unit))
+        doubts = np.sqrt(((terms @ self._found.covariance) * terms).sum(1))
+        least = LEAST * self._unit
+        return Seconds(np.maximum(values, least), np.maximum(values - np.minimum(doubts, 0.8 * values), least))
 
     def learn(self, nodes: int, context: int, seconds: float) -> None:
         """Takes up the time of a round of so many nodes; 0 are a round without a proposal."""
