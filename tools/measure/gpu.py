@@ -47,9 +47,14 @@ class Shape(NamedTuple):
 
 
 def measure(
-    shape: Shape, device: torch.device, dtype: torch.dtype, announce: Announce, say: Callable[[str], None]
+    shape: Shape,
+    device: torch.device,
+    dtype: torch.dtype,
+    announce: Announce,
+    say: Callable[[str], None],
+    keep: Callable[[dict[str, Any]], object],
 ) -> dict[str, Any]:
-    """Everything, as one object; `say` is told what has just been found."""
+    """Everything, as one object; `say` is told what has just been found, `keep` all that has been found so far."""
     clock = Clock(device, shape.repeats)
     bandwidth = read_bandwidth(clock)
     target = random_weights(QwenGDN, ModelConfig.from_dict(shape.target), device, dtype)
@@ -63,11 +68,15 @@ def measure(
     drafter.bind(engine)
     found["weights_bytes"] = sum(p.nbytes for model in (target, plain) for p in model.parameters())
     say(f"weights of both {found['weights_bytes'] / 2**30:.2f} GiB")
-    found["prefixes"] = list(engine_figures(shape, engine, drafter, clock, floor, say))
+    found["prefixes"] = []
+    for at_prefix in engine_figures(shape, engine, drafter, clock, floor, say):
+        found["prefixes"].append(at_prefix)
+        keep(found)
     gc.collect()
     with peak_memory(device) as most:
         found["prefill_tokens_per_second"] = prefill_figures(shape, engine, drafter, clock, say)
     found["prefill_peak_bytes"] = most()
+    keep(found)
     say(f"most memory while prompts are read {gibibytes(most())}")
     gc.collect()
     if is_in_eight_bits(target):
