@@ -4,7 +4,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .auto import AutoBudget
     from .batch import generate_batch
+    from .budget import Budget
     from .dflash2 import DFlash2Drafter
     from .dflash2_config import DFlash2Config
     from .drafter import DFlashDrafter
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Acceptance",
+    "AutoBudget",
+    "Budget",
     "DFlash2Config",
     "DFlash2Drafter",
     "DFlashConfig",
@@ -57,6 +61,8 @@ __all__ = [
 # this package before anything of its own can run, would not know what to do with an interrupt.
 _HOMES = {
     "Acceptance": "tree",
+    "AutoBudget": "auto",
+    "Budget": "budget",
     "DFlash2Config": "dflash2_config",
     "DFlash2Drafter": "dflash2",
     "DFlashConfig": "drafter_config",

@@ -9,17 +9,18 @@ import os
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Final, Literal, NoReturn
 
 import torch
 
 from weights.fill import DTYPES
 
-from .loop import generate
+from .auto import AutoBudget
 from .mtp import MTPDrafter
 from .sampling import make_sampler
 
 BUNDLED = "bundled"
+AUTO: Final = "auto"  # as a budget: decided from round to round
 MTP = "mtp"  # as a drafter: the target's own module; a folder of that name is ./mtp
 DTYPE_NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
 
@@ -173,12 +174,19 @@ def _add_decoding(group: argparse._ArgumentGroup) -> None:
         default="tree",
         help="draft a tree, its likeliest chain alone, or nothing (default: %(default)s)",
     )
-    nodes = default(generate, "budget")
     group.add_argument(
         "--budget",
-        type=whole(most=MOST_NODES),
+        type=budget,
         metavar="N",
-        help=f"drafted tokens a round, the root not counted (default: {nodes}); at most {MOST_NODES}",
+        help=f"drafted tokens a round, the root not counted (default: {AUTO}); at most {MOST_NODES}. {AUTO} drafts as "
+        "many as are worth their time by their chances of being accepted, both measured while it writes, and none "
+        "where plain decoding is faster",
+    )
+    group.add_argument(
+        "--max-budget",
+        type=whole(1, MOST_NODES),
+        metavar="N",
+        help=f"with --budget {AUTO}: the most drafted tokens of a round (default: {default(AutoBudget, 'most')})",
     )
     group.add_argument(
         "--spine",
@@ -202,7 +210,7 @@ def _add_decoding(group: argparse._ArgumentGroup) -> None:
         type=int,
         metavar="N",
         help="of the sampler (default: drawn, and reported); with the same options it gives the same text on one "
-        "machine, but modes and budgets spend its numbers differently",
+        "machine, whatever is drafted",
     )
 
 
@@ -251,6 +259,16 @@ def whole(least: int = 0, most: int = _MOST) -> Callable[[str], int]:
         return int(text)
 
     return read
+
+
+def budget(text: str) -> int | Literal["auto"]:
+    """A type of argument: nodes of a round, or the word that leaves them to be decided."""
+    if text == AUTO:
+        return AUTO
+    try:
+        return whole(most=MOST_NODES)(text)
+    except argparse.ArgumentTypeError as error:
+        raise argparse.ArgumentTypeError(f"{error}, nor is that {AUTO}") from None
 
 
 def bias(text: str) -> tuple[int, float]:

@@ -27,6 +27,7 @@ from qwen_gdn.decode import (
 from qwen_gdn.model import Hidden, LayerId, QwenGDN
 from qwen_gdn.ragged import RaggedCache
 
+from .budget import fixed
 from .contexts import Replicable
 from .loop import Loop, Round
 from .proposer import Proposer, bound_layers
@@ -83,16 +84,15 @@ def generate_batch(
     stops = checked_stops(stop_ids)
     checked_callables(build=build, on_stage=on_stage)
     ids = [_in_row(row, checked_prompt, target, *pair) for row, pair in enumerate(zip(prompts, counts, strict=True))]
-    for row, drafted in enumerate(budgets):
-        checked_count(f"budget of row {row}", drafted, 0)
+    spending = [fixed(f"budget of row {row}", nodes) for row, nodes in enumerate(budgets)]
     room = max(prompt.shape[1] + count - 1 for prompt, count in zip(ids, counts, strict=True))
     memory = _fitting_cache(target, cache, batch, max(room, 1))
     drawing = _drawing(target, _each("sampler", sampler, batch, copy.deepcopy), ids)
     drafters = _each("drafter", drafter, batch, lambda one: _replica(one, target))
     layers = _bound_alike(drafters, target)
     lengths = [prompt.shape[1] for prompt in ids]
-    parts = zip(drafters, drawing, counts, budgets, lengths, strict=True)
-    rows = [Row(one, draws, stops.__contains__, *numbers, length=length) for one, draws, *numbers, length in parts]
+    parts = zip(drafters, drawing, counts, spending, lengths, strict=True)
+    rows = [Row(one, draws, stops.__contains__, most, nodes, length=held) for one, draws, most, nodes, held in parts]
     return Loop(target, Together(target, memory, layers, on_stage), rows, build, on_stage).run(ids, prefill_window)
 
 

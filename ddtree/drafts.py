@@ -59,10 +59,22 @@ def pruned(tree: DraftTree, depth: int) -> DraftTree:
         return tree
     kept = [node for node, level in enumerate(shape.depths.tolist()) if level <= depth]
     place = {node: i for i, node in enumerate(kept)} | {-1: -1}
-    tokens, cut = tree.tokens[kept], Topology([place[shape.parents[node]] for node in kept])
+    return _of(tree, kept, [place[shape.parents[node]] for node in kept])
+
+
+def first_nodes(tree: DraftTree, count: int) -> DraftTree:
+    """The first `count` nodes of a tree, which are a tree, since parents come before children; all if it has fewer."""
+    if count >= len(tree.topology):
+        return tree
+    return _of(tree, range(count), tree.topology.parents[:count])
+
+
+def _of(tree: DraftTree, kept: Sequence[int], parents: Sequence[int]) -> DraftTree:
+    """Some nodes of a tree, whose parents are now these."""
+    tokens, shape = tree.tokens[list(kept)], Topology(parents)
     if isinstance(tree, ScoredTree):
-        return ScoredTree(tokens, cut, [tree.log_probs[node] for node in kept])
-    return DraftTree(tokens, cut)
+        return ScoredTree(tokens, shape, [tree.log_probs[node] for node in kept])
+    return DraftTree(tokens, shape)
 
 
 def _kind(value: object) -> str:

@@ -29,7 +29,8 @@ from qwen_gdn.decode import (
 from qwen_gdn.model import Hidden
 from qwen_gdn.transfer import indices
 
-from .drafts import checked_tree, limited, pruned
+from .budget import Budget, checked_budget
+from .drafts import checked_tree, first_nodes, limited, pruned
 from .proposer import Proposer, bound_layers
 from .rows import Alone, Forwards, Row, Verified, ignored
 from .tree import Build, DraftTree, accept, build_chain, build_tree
@@ -63,7 +64,7 @@ def generate(
     prompt_ids: Sequence[int] | Tensor,
     *,
     max_new_tokens: int,
-    budget: int = 15,
+    budget: int | Budget = 15,
     stop_ids: Collection[int] = (),
     sampler: Sampler = greedy,
     cache: HybridCache | None = None,
@@ -83,7 +84,8 @@ def generate(
     Args:
         drafter: a proposer; it is bound to the target here.
         prompt_ids: ids, a sequence or a tensor [T] or [1, T], of at least one token.
-        budget: the most drafted nodes of a round, the root not counted; 0 is plain decoding.
+        budget: the most drafted nodes of a round, the root not counted; 0 is plain decoding. An `AutoBudget` decides on
+            them from round to round.
         stop_ids: the first of these that is emitted ends the generation, wherever in a round it stands.
         cache: memory to continue from; the prompt follows what it holds, and the drafter is taken to have observed
             just those rows. With None or an empty cache the drafter is reset.
@@ -102,7 +104,7 @@ def generate(
             not fit. Later, from a round: `sampler`, `build` or the drafter returned something else than it may.
     """
     prompt = checked_prompt(target, prompt_ids, max_new_tokens)
-    checked_count("budget", budget, 0)
+    nodes = checked_budget(budget)
     checked_count("prefill_window", prefill_window, 1)
     stops = checked_stops(stop_ids)
     checked_callables(sampler=sampler, build=build, on_stage=on_stage, until=until, on_round=on_round)
@@ -115,7 +117,7 @@ def generate(
     def ends(token: int) -> bool:
         return token in stops or until(token)
 
-    row = Row(drafter, draws, ends, max_new_tokens, budget, length=cache.length + prompt.shape[1], on_round=on_round)
+    row = Row(drafter, draws, ends, max_new_tokens, nodes, length=cache.length + prompt.shape[1], on_round=on_round)
     loop = Loop(target, Alone(target, cache, layers, on_stage), [row], build, on_stage)
     return _only(loop.run([prompt], prefill_window))
 
@@ -146,6 +148,8 @@ class Loop:
         Args:
             prompts: int64 [1, T] of each row.
         """
+        for row in self.rows:
+            row.budget.begin(self.target)
         prompts = [prompt if row.left else prompt[:, :-1] for row, prompt in zip(self.rows, prompts, strict=True)]
         with self.forwards.transaction():
             rounds = self.begin(self.forwards.read(prompts, window, self.observe))
@@ -178,13 +182,17 @@ class Loop:
     def draft(self, row: Row) -> DraftTree:
         """The row's next tree, no deeper than what could still be emitted beside the bonus."""
         depth = row.left - 1
-        if depth == 0 or row.budget == 0:
+        room = row.given = row.budget.room(row.length, depth)
+        if depth == 0 or room == 0:
             return build_chain(row.root, torch.empty(0, 1), 0)
         with self.on_stage("draft"):
             scores = limited(row.drafter.propose(row.root), depth)
         with self.on_stage("build"):
-            tree = self.build(row.root, scores, row.budget)
-            return pruned(checked_tree(tree, row.root, row.budget, self.target.config.vocab_size), depth)
+            tree = self.build(row.root, scores, room)
+            tree = pruned(checked_tree(tree, row.root, room, self.target.config.vocab_size), depth)
+            row.given = row.budget.choose(tree)
+            checked_count("budget: the number of nodes chosen", row.given, 0)
+            return first_nodes(tree, row.given + 1)
 
     def verify(self, trees: dict[int, DraftTree]) -> dict[int, Round]:
         """Runs the target over the trees, follows its draws, and keeps roots and the emitted tokens but the last.
@@ -206,6 +214,7 @@ class Loop:
             for states, (number, path) in zip(hidden, paths.items(), strict=True):
                 self.rows[number].drafter.observe(_features(states)[:, indices(path, states.final.device)])
         for number, done in walks.items():
+            self.rows[number].budget.learn(done.tree, done.path)
             self.rows[number].on_round(done)
         return {number: _told(done) for number, done in walks.items()}
 
@@ -215,7 +224,7 @@ def walk(row: Row, tree: DraftTree, logits: Tensor) -> Verified:
     draws = row.draws(logits, *tree)
     path, bonus = accept(tree, torch.tensor(draws))
     tokens = row.cut([*tree.tokens[path[1:]].tolist(), bonus])
-    return Verified(tree, tuple(draws), tuple(path), tokens, row.budget, row.length)
+    return Verified(tree, tuple(draws), tuple(path), tokens, row.given, row.length)
 
 
 def _told(done: Verified) -> Round:

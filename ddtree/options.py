@@ -16,8 +16,8 @@ import torch
 from qwen_gdn.decode import OnStage, Sampler
 from qwen_gdn.history import ContextSampler
 
-from .arguments import BUNDLED, DTYPE_NAMES, MTP, UsageError, default, parser
-from .loop import generate
+from .arguments import AUTO, BUNDLED, DTYPE_NAMES, MTP, UsageError, default, parser
+from .auto import AutoBudget
 from .mtp import MTPDrafter
 from .sampling import make_sampler
 from .streaming import Drafting
@@ -38,7 +38,8 @@ class Options:
         prompt: the text itself, whether it came as an argument or on standard input; None only if `interactive`.
         drafter: its source, or the word for the target's own MTP module; None just where `mode` is plain.
         mtp_depth: tokens that an MTP module drafts ahead.
-        budget: nodes drafted a round, the root not counted; 0 where `mode` is plain.
+        budget: nodes drafted a round, the root not counted, or the word for an `AutoBudget`; 0 where `mode` is plain.
+        max_budget: the most that one gives.
         spine: whether a tree holds the likeliest chain; False unless `mode` is tree.
         sampling: whose defaults the sampling settings have; `settled` puts those of a checkpoint in place.
         debug_numerics: whether models are watched, which programs cannot be.
@@ -55,7 +56,8 @@ class Options:
     drafter: str | None
     mtp_depth: int
     mode: Mode
-    budget: int
+    budget: int | Literal["auto"]
+    max_budget: int
     spine: bool
     max_new_tokens: int
     stop: tuple[str, ...]
@@ -96,11 +98,12 @@ class Options:
     def drafting(self, on_stage: OnStage) -> Drafting:
         """How rounds go about their work, with a new sampler."""
         build = build_chain if self.mode == "chain" else build_spine if self.spine else build_tree
-        return {"budget": self.budget, "sampler": self.sampler(), "build": build, "on_stage": on_stage}
+        budget = AutoBudget(most=self.max_budget) if self.budget == AUTO else self.budget
+        return {"budget": budget, "sampler": self.sampler(), "build": build, "on_stage": on_stage}
 
     def settings(self) -> dict[str, Any]:
         """What shapes the text, the prompt and the seed aside."""
-        names = ("target", "drafter", "mode", "budget", "spine", "max_new_tokens", *SAMPLING)
+        names = ("target", "drafter", "mode", "budget", "max_budget", "spine", "max_new_tokens", *SAMPLING)
         return {name: getattr(self, name) for name in (*names, "stop", "chat", "system", "thinking", "engine")}
 
 
@@ -118,7 +121,7 @@ def parse(argv: Sequence[str] | None = None) -> Options:
     sampling = _given_sampling(asked)
     drafter = asked.drafter or (BUNDLED if asked.target == BUNDLED else None)
     mode: Mode = asked.mode if drafter else "plain"
-    nodes = default(generate, "budget") if asked.budget is None else asked.budget
+    nodes: int | Literal["auto"] = AUTO if asked.budget is None else asked.budget
     device = asked.device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     kept = ("target", "max_new_tokens", "sampling", "seed", "chat", "json", "echo", "interactive", "debug_numerics")
     options = Options(
@@ -132,6 +135,7 @@ def parse(argv: Sequence[str] | None = None) -> Options:
         mtp_depth=default(MTPDrafter, "depth") if asked.mtp_depth is None else asked.mtp_depth,
         mode=mode,
         budget=0 if mode == "plain" else nodes,
+        max_budget=asked.max_budget or default(AutoBudget, "most"),
         spine=asked.spine and mode == "tree",
         thinking=not asked.no_thinking,
         trace=tuple(asked.trace),
@@ -164,6 +168,8 @@ def _check_combination(asked: argparse.Namespace) -> None:
             raise UsageError(f"{flag} belongs to a conversation; add --chat or leave it out")
     if asked.mtp_depth is not None and asked.drafter != MTP:
         raise UsageError(f"--mtp-depth belongs to the target's MTP module; add --drafter {MTP} or leave it out")
+    if asked.max_budget is not None and asked.budget not in (None, AUTO):
+        raise UsageError(f"--max-budget belongs to --budget {AUTO}; leave it out, or leave out --budget {asked.budget}")
     if asked.debug_numerics and asked.engine == "graph":
         raise UsageError("--debug-numerics looks into layers, which programs do not run; leave out --engine graph")
     if asked.interactive:
@@ -219,8 +225,8 @@ def _own_names() -> Iterator[None]:
 def _notes(asked: argparse.Namespace, mode: Mode) -> Iterator[str]:
     if mode != asked.mode:
         yield "no --drafter is given for this target, so it decodes plainly"
-    drafting = (("--drafter", asked.drafter), ("--mtp-depth", asked.mtp_depth), ("--budget", asked.budget))
-    unused = [flag for flag, value in drafting if value is not None] + ["--spine"] * asked.spine
+    given = [name for name in ("drafter", "mtp_depth", "budget", "max_budget") if getattr(asked, name) is not None]
+    unused = ["--" + name.replace("_", "-") for name in given] + ["--spine"] * asked.spine
     if mode == "chain" and asked.spine:
         yield "a chain is its own spine, so --spine changes nothing"
     if mode == "plain" and unused:

@@ -1,13 +1,13 @@
 """Logits changed before a sampler draws from them: a bias on some tokens, penalties on those that came before."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from qwen_gdn.decode import Sampler, check_shape
-from qwen_gdn.history import Context, ContextSampler
+from qwen_gdn.history import Context, ContextSampler, PlacedSampler
 from qwen_gdn.transfer import together
 
 NO_IDS = torch.empty(0, dtype=torch.int64)
@@ -83,6 +83,17 @@ class Adjusted(ContextSampler):
             ValueError: penalties have no context to go by, it is not of N rows, or a token is outside the vocabulary.
         """
         return self.sampler(self.adjusted(logits, context))
+
+    def at(self, depths: Sequence[int]) -> "Adjusted":
+        """See `PlacedSampler`."""
+        if not isinstance(self.sampler, PlacedSampler):
+            return self
+        return Adjusted(self.sampler.at(depths), self.bias, self.penalties)
+
+    def passed(self, count: int) -> None:
+        """See `PlacedSampler`."""
+        if isinstance(self.sampler, PlacedSampler):
+            self.sampler.passed(count)
 
     def adjusted(self, logits: Tensor, context: Context | None) -> Tensor:
         """What the other sampler sees: a copy [N, vocab] in float32, or in the logits' float64."""

@@ -12,6 +12,7 @@ from qwen_gdn.committed import CommittedMemory
 from qwen_gdn.decode import Draws, HybridModel, OnStage, prefill
 from qwen_gdn.model import Hidden, LayerId
 
+from .budget import Budget
 from .proposer import Proposer
 from .tree import DraftTree
 
@@ -22,7 +23,7 @@ class Verified(NamedTuple):
     tree: what was put before the target, a `ScoredTree` if the builder knows scores; without drafts, the root alone.
     draws: the target's token at every node.
     path: the nodes that the draws followed, root first, before any cut; the draw at its last node is the bonus.
-    budget: nodes that could have been drafted.
+    budget: nodes that could have been drafted; where an `AutoBudget` decides, those that it gave the round.
     length: tokens in the cache before the round.
     """
 
@@ -44,6 +45,8 @@ class Row:
     left: tokens that it may still emit, 0 once it has ended.
     root: the last token emitted.
     length: tokens in the cache before its next round, once its prompt is there.
+    budget: decides how many nodes its rounds draft.
+    given: what it gave the last round.
     on_round: told of every round with a verify, once it is committed.
     """
 
@@ -53,7 +56,7 @@ class Row:
         draws: Draws,
         ends: Callable[[int], bool],
         max_new_tokens: int,
-        budget: int,
+        budget: Budget,
         *,
         length: int,
         on_round: Callable[[Verified], None] = ignored,
@@ -61,6 +64,7 @@ class Row:
         self.drafter = drafter
         self.draws = draws
         self.budget = budget
+        self.given = 0
         self.left = max_new_tokens
         self.root = -1
         self.length = length

@@ -5,7 +5,7 @@ That is what keeps speculative output exact: the target's tokens are drawn the s
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from numbers import Real
 
 import torch
@@ -17,6 +17,7 @@ from qwen_gdn.norms import at_least_float32
 
 from .penalties import Adjusted, Penalties
 from .ranking import ranked
+from .uniform import Numbers, Uniform
 
 # Logits are divided by no less and no more than these, which keeps the quotient meaningful in float32:
 # below, no two distinct logits are close enough to matter; above, no two are far enough apart.
@@ -117,42 +118,26 @@ def _is_number(value: object) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
-class Uniform:
-    """A stream of uniform numbers of its own. A pickled or deep copy goes on where the original stands."""
-
-    def __init__(self, seed: int | None, device: torch.device | str | None) -> None:
-        self.seed = seed
-        self.generator = None if device is None else self._start(device)
-
-    def __call__(self, rows: int, columns: int, device: torch.device) -> Tensor:
-        """Float64 [rows, columns] in [0, 1) on `device`, wherever the generator lives."""
-        if self.generator is None:
-            self.generator = self._start(device)
-        generator, home = self.generator, self.generator.device
-        drawn = torch.rand(rows, columns, dtype=torch.float64, generator=generator, device=home)
-        return drawn.to(device)
-
-    def _start(self, device: torch.device | str) -> torch.Generator:
-        generator = torch.Generator(device)
-        if self.seed is None:
-            generator.seed()
-        else:
-            generator.manual_seed(self.seed)
-        return generator
-
-
 class Stochastic:
     """Draws by temperature, top-k, top-p and min-p; made and documented by `make_sampler`.
 
     Probabilities are float32, or float64 for float64 logits. A row takes two uniform numbers a draw.
     """
 
-    def __init__(self, temperature: float, top_k: int, top_p: float, min_p: float, uniform: Uniform) -> None:
+    def __init__(self, temperature: float, top_k: int, top_p: float, min_p: float, uniform: Numbers) -> None:
         self.temperature = temperature
         self.top_k = top_k
         self.top_p = top_p
         self.min_p = min_p
         self.uniform = uniform
+
+    def at(self, depths: Sequence[int]) -> "Stochastic":
+        """See `PlacedSampler`."""
+        return Stochastic(self.temperature, self.top_k, self.top_p, self.min_p, self.uniform.ahead(depths))
+
+    def passed(self, count: int) -> None:
+        """See `PlacedSampler`."""
+        self.uniform.pass_by(count)
 
     def __call__(self, logits: Tensor) -> Tensor:
         """Logits [N, vocab] -> int64 [N] on the CPU."""
@@ -161,7 +146,7 @@ class Stochastic:
         if 0 < self.top_k < logits.shape[1]:
             values, names = ranked(values, self.top_k)
         weights = tempered(values, self.temperature)
-        uniform = self.uniform(len(weights), 2, weights.device)
+        uniform = self.uniform(len(weights), weights.device)
         peaks = values.amax(-1, keepdim=True)
         drawn, short = self._draw(weights, names, uniform, FEW)
         # One transfer brings all, so that the host waits once; float64 holds every token id.

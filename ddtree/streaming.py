@@ -14,6 +14,7 @@ from qwen_gdn.decode import HybridModel, OnStage, Sampler, checked_prompt, check
 from weights.stops import StoppedText, checked_stop_strings
 from weights.stream import Spelling
 
+from .budget import Budget
 from .loop import Round, generate, never
 from .proposer import Proposer
 from .rows import Verified
@@ -46,7 +47,7 @@ Event = Step | End
 class Drafting(TypedDict, total=False):
     """How `generate` goes about its rounds; see there for meanings and defaults."""
 
-    budget: int
+    budget: int | Budget
     sampler: Sampler
     build: Build
     prefill_window: int

@@ -7,7 +7,7 @@ before).
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from torch import Tensor
 from .cache import Branch, HybridCache
 from .checked import as_integer, checked_callables, checked_count, holds_integers, shown
 from .config import ModelConfig
-from .history import Context, ContextSampler, History
+from .history import Context, ContextSampler, History, PlacedSampler
 from .lanes import Memory
 from .model import Hidden, LayerId
 from .topology import Topology
@@ -95,20 +95,24 @@ class Draws:
     def __init__(self, sampler: Sampler, prompt: Tensor) -> None:
         """The prompt, int64 [T] on the CPU, begins with what the cache holds before it."""
         self._sampler = sampler
-        self._reader = sampler if isinstance(sampler, ContextSampler) and sampler.reads_history else None
-        self._history = History(prompt if self._reader else prompt[:0])
+        self._reads = isinstance(sampler, ContextSampler) and sampler.reads_history
+        self._placed = sampler if isinstance(sampler, PlacedSampler) else None
+        self._history = History(prompt if self._reads else prompt[:0])
 
     def __call__(self, logits: Tensor, tokens: Tensor | None = None, topology: Topology = _ALONE) -> list[int]:
         """Token ids for rows of logits: those of a tree or, without one, the row that follows the last token."""
-        if self._reader is None:
-            return checked_draws(self._sampler(logits), *logits.shape)
+        sampler: Any = self._placed.at(topology.depths.tolist()) if self._placed else self._sampler
+        if not self._reads:
+            return checked_draws(sampler(logits), *logits.shape)
         root = torch.tensor(self._history.tokens[-1:]) if tokens is None else tokens
-        return checked_draws(self._reader(logits, Context(self._history, root, topology)), *logits.shape)
+        return checked_draws(sampler(logits, Context(self._history, root, topology)), *logits.shape)
 
     def emitted(self, tokens: Sequence[int]) -> None:
         """Takes up what was emitted, once the cache has."""
-        if self._reader is not None:
+        if self._reads:
             self._history.extend(tokens)
+        if self._placed:
+            self._placed.passed(len(tokens))
 
 
 def decode(

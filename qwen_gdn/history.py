@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -81,3 +81,19 @@ class ContextSampler(ABC):
     @abstractmethod
     def __call__(self, logits: Tensor, context: Context | None = None) -> Tensor:
         """[N, vocab] -> int64 [N]; the context has N nodes."""
+
+
+@runtime_checkable
+class PlacedSampler(Protocol):
+    """A sampler whose random numbers belong to the places of a text, not to the order of its calls.
+
+    A token is then drawn by the number of its place whatever was drafted there, so that one seed writes one text. No
+    two nodes of a path share a place, so the draws along any path are independent. A generation asks for them so; a
+    plain call takes new numbers.
+    """
+
+    def at(self, depths: Sequence[int]) -> Any:
+        """The sampler for rows that lie so many places ahead of the next one, 0 for that; nothing is used up."""
+
+    def passed(self, count: int) -> None:
+        """So many places are written."""

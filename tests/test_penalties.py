@@ -22,8 +22,9 @@ from transformers import (
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
+from worlds import erratic
 
-from ddtree import Acceptance, DraftTree, Scores, accept, build_chain, build_tree, generate, make_sampler
+from ddtree import Acceptance, Budget, DraftTree, Scores, accept, build_chain, build_tree, generate, make_sampler
 from ddtree.penalties import Adjusted, Penalties
 from ddtree.sampling import Stochastic
 from qwen_gdn import Context, ContextSampler, History, Topology, decode, greedy
@@ -314,12 +315,14 @@ class Always(Scripted):
         return self.logits
 
 
-def misfit(build: Callable[..., DraftTree], drafts: str, count: int) -> float:
+def misfit(build: Callable[..., DraftTree], drafts: str, count: int, budget: int | Budget = 5) -> float:
     """p-value of the second and third token of `count` generations, which are drawn over trees of a whole loop."""
     model, sampler = table_model(TABLE), make_sampler(seed=4, **LAW)
     drafter, seen = Always(DRAFTS[drafts]), Counter[tuple[int, ...]]()
     for _ in range(count):
-        written = emitted(generate(model, drafter, BEFORE, max_new_tokens=3, budget=5, sampler=sampler, build=build))
+        written = emitted(
+            generate(model, drafter, BEFORE, max_new_tokens=3, budget=budget, sampler=sampler, build=build)
+        )
         seen[tuple(written[1:])] += 1
     expected: Counter[tuple[int, ...]] = Counter()
     for a, p in enumerate(oracle(TABLE[BEFORE[-1]].tolist(), BEFORE, [], LAW)):
@@ -337,6 +340,10 @@ def misfit(build: Callable[..., DraftTree], drafts: str, count: int) -> float:
 @pytest.mark.parametrize("build", [build_tree, build_chain])
 def test_what_generate_writes_has_the_enumerated_law(build: Callable[..., DraftTree]) -> None:
     assert misfit(build, "even", 150) > LAWS
+
+
+def test_budgets_that_are_decided_leave_the_law_as_it_is() -> None:
+    assert misfit(build_tree, "even", 150, erratic()) > LAWS
 
 
 def test_a_walk_that_prefers_the_first_child_is_caught_in_generate(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -179,7 +179,7 @@ def test_what_is_decided_is_out_before_the_next_round(cycle: Path, monkeypatch: 
 
     monkeypatch.setattr(script, "propose", watched)
     argv = ["--target", cycle, *draft_by(monkeypatch, script), "--prompt", scribe.PROMPT, "--max-new-tokens", 30]
-    assert cli.main([*map(str, argv)]) == 0
+    assert cli.main([*map(str, argv), "--budget", "15"]) == 0
     assert [count for count, _ in out_by] == [1, 6, 11, 16, 21, 26]
     for count, text in out_by:
         assert text == scribe.written_text(count).rstrip("\ufffd")
@@ -327,6 +327,21 @@ def test_modes_draft_what_they_say(run: Run, pair: list[object]) -> None:
     assert (plain["drafted"], plain["verify_forwards"], plain["accepted_lengths"]) == (0, 11, {"1": 11})
 
 
+def test_budgets_are_decided_unless_given(run: Run, pair: list[object]) -> None:
+    ask = [*pair, "--prompt", "class", "--max-new-tokens", 40, "--json"]
+    plain = run(*ask, "--mode", "plain").json
+    for how in ((), ("--budget", "auto"), ("--mode", "chain"), ("--spine",), ("--max-budget", 4)):
+        ran = run(*ask, *how).json
+        assert ran["ids"] == plain["ids"]
+        assert (ran["settings"]["budget"], ran["settings"]["max_budget"]) == ("auto", 4 if how[-1:] == (4,) else 63)
+        figures = ran["figures"]
+        assert 0 < figures["drafted"] <= 63 * figures["verify_forwards"]
+    assert figures["drafted"] <= 4 * figures["verify_forwards"]
+    assert (plain["settings"]["budget"], plain["figures"]["drafted"]) == (0, 0)
+    unused = run(*ask, "--mode", "plain", "--max-budget", 3)
+    assert "note: plain decoding does not use --drafter and --max-budget\n" in unused.err
+
+
 def test_a_seed_reproduces_a_text_and_a_drawn_one_is_reported(run: Run, pair: list[object]) -> None:
     ask = [*pair, "--prompt", "class", "--max-new-tokens", 16, "--temperature", 1, "--top-p", 0.95, "--json"]
     drawn = run(*ask)
@@ -451,7 +466,7 @@ def test_printed_figures_agree_with_the_object_and_with_each_other(run: Run, pai
 def test_accepted_lengths_are_those_of_the_drafts(run: Run, cycle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = Right([*scribe.CYCLE[:1], *scribe.written_ids(80)], length=4)
     ask = ["--target", cycle, *draft_by(monkeypatch, script), "--prompt", scribe.PROMPT, "--max-new-tokens", 28]
-    figures = run(*ask, "--mode", "chain", "--json").json["figures"]
+    figures = run(*ask, "--mode", "chain", "--budget", 15, "--json").json["figures"]
     # 1 from the prefill, 5 rounds of 5, and what is left: 2, of which 1 can be drafted.
     assert figures["accepted_lengths"] == {"2": 1, "5": 5}
     assert (figures["verify_forwards"], figures["prefill_forwards"]) == (6, 1)

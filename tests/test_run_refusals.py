@@ -71,6 +71,12 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (("--prompt", "x", "--budget", "1025"), "--budget: must be an integer from 0 to 1024, got '1025'"),
         (("--prompt", "x", "--budget", "2147483647"), "from 0 to 1024, got '2147483647'"),
         (("--prompt", "x", "--budget", "1.5"), "--budget: must be an integer"),
+        (("--prompt", "x", "--budget", "Auto"), "from 0 to 1024, got 'Auto', nor is that auto"),
+        (("--prompt", "x", "--max-budget", "0"), "--max-budget: must be an integer from 1 to 1024, got '0'"),
+        (
+            ("--prompt", "x", "--budget", "8", "--max-budget", "9"),
+            "--max-budget belongs to --budget auto; leave it out, or leave out --budget 8",
+        ),
         (("--prompt", "x", "--max-new-tokens", "-1"), "--max-new-tokens: must be an integer"),
         (("--prompt", "x", "--max-new-tokens", "9" * 30), "--max-new-tokens: must be an integer"),
         (("--prompt", "x", "--max-new-tokens", "²"), "--max-new-tokens: must be an integer"),
@@ -322,7 +328,7 @@ def test_help_names_every_option_with_its_default_and_ends_well(capsys: pytest.C
     for option in f"{options} --chat --system --no-thinking --device --dtype --json --echo".split():
         assert said.count(option) >= 2, f"{option} in usage and list"
     for words in (
-        "the root not counted (default: 15); at most 1024",
+        "the root not counted (default: auto); at most 1024",
         "(default: tree)",
         "exit status: 0 success",
         "<|im_end|>",
