@@ -307,3 +307,11 @@ def _random(shapes: Mapping[str, tuple[int, ...]], seed: int) -> dict[str, Tenso
         else:
             tensors[name] = x * (0.05 if len(shape) > 1 else 0.1)
     return tensors
+
+
+def random_pair(folder: Path) -> list[str]:
+    """Writes a target and its drafter; the arguments that name them to a tool."""
+    target, drafter = target_config(), drafter_config()
+    write(folder / "target", nested(target), as_stored(target_tensors(target)))
+    write(folder / "drafter", drafter, drafter_tensors(drafter))
+    return ["--target", str(folder / "target"), "--drafter", str(folder / "drafter")]

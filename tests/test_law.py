@@ -41,7 +41,7 @@ def test_the_tool_tells_its_findings(capsys: pytest.CaptureFixture[str]) -> None
     assert len(table) == 6 and json.loads(last) == {"draws": 20000, "laws": 6, "biases_caught": 0, "faults": []}
     with pytest.raises(SystemExit) as ended:
         law.main(["--settings", "hot"])
-    assert ended.value.code == 2 and "no settings 'hot'" in capsys.readouterr().err
+    assert ended.value.code == 2 and "no setting 'hot'" in capsys.readouterr().err
 
 
 def test_a_law_that_is_missed_fails(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

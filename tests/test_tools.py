@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import as_stored, drafter_config, drafter_tensors, extras, nested, target_config, target_tensors, write
+from checkpoints import as_stored, extras, nested, random_pair, target_config, target_tensors, write
 from proposers import Branching, Random, Right, Scattered
 from test_gpu_parity import TOY, check_bfloat16, check_convolution, check_float32, check_generate, check_tree, margin
 from tiny import oracle, random_tokens, seeded, tiny_model
@@ -258,12 +258,9 @@ def test_damaged_prompt_files_are_refused_by_name(content: str, tmp_path: Path) 
 def pair_arguments(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Arguments that name a random pair on disk and three prompts."""
     folder = tmp_path_factory.mktemp("pair")
-    target, drafter = target_config(), drafter_config()
-    write(folder / "target", nested(target), as_stored(target_tensors(target)))
-    write(folder / "drafter", drafter, drafter_tensors(drafter))
     (folder / "prompts.json").write_text(json.dumps([prompt_of(seed) for seed in range(3)]))
     return [
-        *("--target", str(folder / "target"), "--drafter", str(folder / "drafter")),
+        *random_pair(folder),
         *("--prompts", str(folder / "prompts.json"), "--threads", "1", "--max-new-tokens", "8", "--budgets", "2,6"),
     ]
 

@@ -282,6 +282,18 @@ def test_a_page_of_five_hundred_rounds_at_sixty_four_nodes_has_at_most_two_mebib
     assert len(page(long(traced(Scattered), 500, 64)).encode()) <= 2**21
 
 
+def test_no_label_runs_out_of_its_chart(browser: Any, tmp_path: Path) -> None:
+    """Numbers of rounds have four digits here."""
+    opened = Opened(browser, tmp_path, long(traced(Scattered), 2000, 16))
+    out = opened.all(
+        "[...document.querySelectorAll('#totals svg')].flatMap(svg => [...svg.querySelectorAll('text')].filter(e => {"
+        "const box = e.getBBox(); return box.x < 0 || box.x + box.width > svg.viewBox.baseVal.width; })"
+        ".map(e => e.textContent))"
+    )
+    assert out == [] and "1999" in opened.all("document.querySelector('figure.wide svg').textContent")
+    opened.close()
+
+
 def test_two_thousand_rounds_are_looked_through_without_waiting(browser: Any, tmp_path: Path) -> None:
     opened = Opened(browser, tmp_path, long(traced(Scattered), 2000, 64))
     taken = opened.all("performance.now()")

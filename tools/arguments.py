@@ -1,7 +1,8 @@
 """What the command lines of the tools share: bad use ends in one line with status 2, and some forms of values."""
 
 import argparse
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import NoReturn
 
@@ -28,6 +29,30 @@ def documented_parser(prog: str, documentation: str | None) -> ToolParser:
 def wholes(least: int) -> Callable[[str], list[int]]:
     """A type of argument: integers of at least `least` with commas between them."""
     return lambda text: [whole(least)(part.strip()) for part in text.split(",")]
+
+
+def some_of(what: str, names: Collection[str]) -> Callable[[str], list[str]]:
+    """A type of argument: names, of those there are, with commas between them."""
+
+    def read(text: str) -> list[str]:
+        asked = [name.strip() for name in text.split(",")]
+        for name in asked:
+            if name not in names:
+                raise argparse.ArgumentTypeError(f"there is no {what} {name!r}; there are {', '.join(names)}")
+        return asked
+
+    return read
+
+
+def amount(text: str) -> float:
+    """A type of argument: a finite number of at least 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a finite number of at least 0, got {text!r}")
+    return value
 
 
 def file(text: str) -> Path:

@@ -22,7 +22,6 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,11 +37,11 @@ from tools.measure.batch import measure as measure_batch
 from tools.measure.gpu import Shape
 from tools.measure.gpu import measure as measure_gpu
 from tools.measure.options import DTYPES, circumstances, parse
+from tools.measure.pairs import encoder, load_pair
 from tools.measure.parts import builder_times, window_bytes
 from tools.measure.prompts import PromptSet, read_prompts
 from tools.measure.runs import PLAIN, Mode, Pair
 from tools.measure.speed import measure, modes_of
-from weights import load_drafter, load_target, load_tokenizer
 
 BUNDLED_PROMPTS = Path(__file__).resolve().parents[1] / "weights" / "bundled" / "prompts"
 SPEED_PROMPTS = 10
@@ -85,7 +84,7 @@ def speed(options: argparse.Namespace) -> Result:
             count=options.max_new_tokens,
         )
         lines += ["", *tables.heading(prompts), *tables.speed(outcome)]
-        figures.append(_about(prompts) | outcome.as_json() | _ties(outcome.ties))
+        figures.append(prompts.about() | outcome.as_json() | _ties(outcome.ties))
     return Result(lines, {"sets": figures, "window": window._asdict(), "dtype": str(pair.target.dtype)})
 
 
@@ -101,7 +100,7 @@ def acceptance(options: argparse.Namespace) -> Result:
         sound = sound and not any(each.spine_below for each in forced)
         lines += [*tables.heading(prompts), *tables.acceptance(used, forced), ""]
         figures.append(
-            _about(prompts)
+            prompts.about()
             | {"looping": used.looping, "in_use": [_named(each.mode, each._asdict()) for each in used.modes]}
             | {"teacher_forced": [each._asdict() for each in forced]}
             | _ties(used.ties)
@@ -120,7 +119,7 @@ def batch(options: argparse.Namespace) -> Result:
         found, ties = measure_batch(pair, ragged, modes, alternations=options.rounds, count=options.max_new_tokens)
         prompts = prompts._replace(prompts=ragged)
         lines += [*tables.heading(prompts), *tables.batch(found, ties), ""]
-        figures.append(_about(prompts) | {"modes": [each.as_json() for each in found]} | _ties(ties))
+        figures.append(prompts.about() | {"modes": [each.as_json() for each in found]} | _ties(ties))
     return Result(lines, {"sets": figures, "dtype": str(pair.target.dtype)})
 
 
@@ -154,7 +153,12 @@ def gpu(options: argparse.Namespace) -> Result:
         repeats=max(options.rounds, 2),
     )
     dtype = DTYPES[options.dtype or ("bfloat16" if options.device.type == "cuda" else "float32")]
-    figures = measure_gpu(shape, options.device, dtype, announce, say)
+
+    def keep(found: dict[str, Any]) -> None:
+        if options.keep:
+            options.keep.write_text(json.dumps(found))
+
+    figures = measure_gpu(shape, options.device, dtype, announce, say, keep)
     return Result(lines, figures | {"device_name": _device_name(options.device), "compute_dtype": str(dtype)})
 
 
@@ -173,24 +177,14 @@ def _device_name(device: torch.device) -> str:
 
 def _load(options: argparse.Namespace) -> tuple[Pair, int]:
     """The pair, and how many positions its drafter proposes."""
-    dtype = DTYPES[options.dtype] if options.dtype else None
-    target = load_target(options.target, device=options.device, dtype=dtype)
-    drafter = load_drafter(options.drafter, device=options.device, dtype=dtype)
-    drafter.bind(target)
-    return Pair(target, drafter), drafter.config.block_size - 1
+    pair = load_pair(options.target, options.drafter, options.device, options.dtype)
+    return pair, pair.drafter.config.block_size - 1
 
 
 def _prompt_sets(options: argparse.Namespace, limit: int | None, *, only_first: bool) -> Iterator[PromptSet]:
     """The given files, or the bundled ones: all, or the first in order of prompt length."""
 
-    @cache
-    def tokenizer() -> Any:
-        return load_tokenizer(options.target)
-
-    def encode(text: str) -> list[int]:
-        ids: list[int] = tokenizer().encode(text)
-        return ids
-
+    encode = encoder(options.target)
     limit = options.limit or limit
     if options.prompts:
         yield from (read_prompts(file, encode, limit) for file in options.prompts)
@@ -201,16 +195,6 @@ def _prompt_sets(options: argparse.Namespace, limit: int | None, *, only_first: 
     sets = (read_prompts(file, encode, limit) for file in files)
     ordered = sorted(sets, key=lambda each: (max(map(len, each.prompts)), each.name))
     yield from ordered[: 1 if only_first else None]
-
-
-def _about(prompts: PromptSet) -> dict[str, Any]:
-    longest = max(map(len, prompts.prompts))
-    return {
-        "name": prompts.name,
-        "licence": prompts.licence,
-        "prompts": len(prompts.prompts),
-        "longest": longest,
-    }
 
 
 def _ties(ties: Sequence[tuple[str, Any]]) -> dict[str, Any]:

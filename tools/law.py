@@ -33,7 +33,7 @@ from ddtree.penalties import Adjusted  # noqa: E402
 from ddtree.sampling import make_sampler  # noqa: E402
 from ddtree.tree import DraftTree, accept, build_chain, build_tree  # noqa: E402
 from qwen_gdn import Context, History, Topology  # noqa: E402
-from tools.arguments import documented_parser  # noqa: E402
+from tools.arguments import documented_parser, some_of  # noqa: E402
 
 VOCAB = 8
 PROMPT, EMITTED = [3, 1], [3, 6]  # the fixed prefix; what penalties count as emitted is its second part
@@ -198,17 +198,14 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = documented_parser("law", __doc__)
     add = parser.add_argument
     add("--draws", type=whole(1000), default=1_000_000, metavar="N", help="pairs of each law (default: 1000000)")
-    add("--settings", type=_settings, default=list(SETTINGS), help=f"of {', '.join(SETTINGS)} (default: all)")
+    add(
+        "--settings",
+        type=some_of("setting", SETTINGS),
+        default=list(SETTINGS),
+        help=f"of {', '.join(SETTINGS)} (default: all)",
+    )
     add("--threads", type=whole(1), default=1, help="of torch (default: 1)")
     return parser.parse_args(arguments)
-
-
-def _settings(text: str) -> list[str]:
-    names = [name.strip() for name in text.split(",")]
-    for name in names:
-        if name not in SETTINGS:
-            raise argparse.ArgumentTypeError(f"there are no settings {name!r}; there are {', '.join(SETTINGS)}")
-    return names
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ It compares arithmetic, not speed, and not the tokenizers. Weights in eight bits
 """
 
 import argparse
-import math
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -29,7 +28,7 @@ if not __package__:
 
 from ddtree.arguments import device, source, whole
 from qwen_gdn import QwenGDN, Topology
-from tools.arguments import ToolParser, wholes
+from tools.arguments import ToolParser, amount, wholes
 from tools.parity import theirs
 from tools.parity.report import Comparison, compare, lines, rms_error
 from tools.parity.shapes import published_27b, random_model, tiny
@@ -179,7 +178,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--tree", type=whole(), default=16, help="nodes of the tree, 0 for none")
     parser.add_argument(
         "--tolerance",
-        type=_tolerance,
+        type=amount,
         help="largest max|a - b| / max|b| between ours and transformers, of any layer's output, that counts as equal; "
         f"default: {FLOAT32:g} in float32, else {FACTOR:g} times the rms error of transformers' own run in that dtype, "
         "both to its float32 run of the same weights, which is held in memory too",
@@ -192,16 +191,6 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     if options.cuts is None:
         options.cuts = [max(1, options.tokens // 2), 3, 1]
     return options
-
-
-def _tolerance(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"must be a finite number of at least 0, got {text!r}")
-    return value
 
 
 if __name__ == "__main__":

@@ -70,7 +70,8 @@ function overTime(select, width) {
   }
   for (const part of [0, 0.25, 0.5, 0.75, 1]) {
     const index = Math.round(part * (rounds.length - 1));
-    if (rounds.length > 4 || part === 0) mark(area, String(Math.max(index, 0)), x(Math.max(index, 0)), area.y0 + 12);
+    const anchor = part === 1 ? "end" : "middle"; // the last one would run out of the drawing
+    if (rounds.length > 4 || part === 0) mark(area, String(Math.max(index, 0)), x(Math.max(index, 0)), area.y0 + 12, anchor);
   }
   mark(area, "round", (area.x0 + area.x1) / 2, area.y0 + 26);
   const cursor = drawing("line", { class: "cursor", y1: area.y0, y2: area.y1 });

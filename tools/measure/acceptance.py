@@ -16,6 +16,7 @@ from ddtree import DraftTree, Round, Scores, accept, build_chain, build_spine, b
 from qwen_gdn import Hidden, decode, prefill
 from tools.measure.exactness import NearTie, Referee
 from tools.measure.runs import Mode, Pair, accepted_length, run
+from tools.measure.sampled import GREEDY, Sampling
 
 # Tokens that the target is let write past the last context: published drafters propose 15 positions at most.
 AHEAD = 16
@@ -68,7 +69,7 @@ def in_use(pair: Pair, prompts: Sequence[Sequence[int]], modes: Sequence[Mode], 
     Raises:
         DifferentOutputError: a mode wrote something else than plain decoding and rounding does not explain it.
     """
-    referee = Referee(pair.target)
+    referee = Referee(pair.model)
     ties: list[tuple[str, NearTie]] = []
     rounds: dict[Mode, list[list[Round]]] = {mode: [] for mode in modes}
     looping: list[bool] = []
@@ -97,11 +98,22 @@ class Context(NamedTuple):
     coming: list[int]
 
 
-def teacher_forced(pair: Pair, prompts: Sequence[Sequence[int]], budgets: Sequence[int], count: int) -> list[Forced]:
-    """Accepted lengths from every one of the first `count` positions of each prompt's plain continuation."""
+def teacher_forced(
+    pair: Pair,
+    prompts: Sequence[Sequence[int]],
+    budgets: Sequence[int],
+    count: int,
+    samplings: Sequence[Sampling] = (GREEDY,),
+) -> list[Forced]:
+    """Accepted lengths from every one of the first `count` positions of each prompt's plain continuations.
+
+    Args:
+        samplings: one for each continuation of a prompt.
+    """
     lengths: dict[int, list[tuple[int, int, int]]] = {budget: [] for budget in budgets}
-    for prompt in tqdm(prompts, desc="teacher-forced", disable=None, leave=False):
-        for context in contexts(pair, prompt, count):
+    texts = [(prompt, sampling) for prompt in prompts for sampling in samplings]
+    for prompt, sampling in tqdm(texts, desc="teacher-forced", disable=None, leave=False):
+        for context in contexts(pair, prompt, count, sampling):
             for budget in budgets:
                 trees = (
                     build(context.root, context.scores, budget) for build in (build_chain, build_tree, build_spine)
@@ -125,10 +137,10 @@ def _forced(budget: int, lengths: Sequence[tuple[int, int, int]]) -> Forced:
 
 
 @torch.no_grad()
-def contexts(pair: Pair, prompt: Sequence[int], count: int) -> Iterator[Context]:
+def contexts(pair: Pair, prompt: Sequence[int], count: int, sampling: Sampling = GREEDY) -> Iterator[Context]:
     """The first `count` positions of the plain continuation, the drafter having seen just what precedes each."""
-    target, drafter = pair
-    written = list(decode(target, prompt, max_new_tokens=count + AHEAD))
+    target, drafter = pair.target, pair.drafter
+    written = list(decode(target, prompt, max_new_tokens=count + AHEAD, sampler=sampling.sampler()))
     cache = target.new_cache(len(prompt) + count)
 
     def observe(hidden: Hidden) -> None:

@@ -58,7 +58,7 @@ def measure(
     Raises:
         DifferentOutputError: a row of the batch wrote something else than alone and rounding does not explain it.
     """
-    referee, found, ties = Referee(pair.target), [], []
+    referee, found, ties = Referee(pair.model), [], []
     for mode in modes:
         turns = []
         for turn in range(alternations + 1):

@@ -9,8 +9,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from qwen_gdn import QwenGDN
+from tools.measure.sampled import GREEDY, Sampling
 
 # The widest gap, as a share of the logit scale, that rounding may decide. A bfloat16 logit is rounded to 1/256 of
 # itself, and what the layers before it add is a small multiple of that.
@@ -20,12 +22,12 @@ TIES = {torch.float64: 0.0, torch.float32: 1e-5, torch.float16: 1e-2, torch.bflo
 class NearTie(NamedTuple):
     """A first difference that rounding explains.
 
-    gap: |difference of the two tokens' float64 logits| / max |logit|.
+    gap: |difference of the two tokens' float64 logits| / max |logit|; None for draws.
     """
 
     place: int
     tokens: tuple[int, int]
-    gap: float
+    gap: float | None
 
 
 class DifferentOutputError(ValueError):
@@ -39,11 +41,19 @@ class Referee:
         self._model = model
         self._exact: QwenGDN | None = None
 
-    def judge(self, what: str, prompt: Sequence[int], ours: Sequence[int], plain: Sequence[int]) -> NearTie | None:
+    def judge(
+        self,
+        what: str,
+        prompt: Sequence[int],
+        ours: Sequence[int],
+        plain: Sequence[int],
+        sampling: Sampling = GREEDY,
+    ) -> NearTie | None:
         """None for equal outputs, else the near-tie at which they part.
 
         Args:
             what: how to call this output in an error.
+            sampling: how both were drawn.
 
         Raises:
             DifferentOutputError: the two tokens are further apart than rounding reaches, or an output ended early.
@@ -53,18 +63,28 @@ class Referee:
             return None
         if place is None:
             raise DifferentOutputError(f"{what}: wrote {len(ours)} tokens where plain decoding writes {len(plain)}")
-        tokens = (ours[place], plain[place])
-        gap, limit = self._gap([*prompt, *plain[:place]], tokens), TIES[self._model.dtype]
+        tokens, limit = (ours[place], plain[place]), TIES[self._model.dtype]
+        logits = self._logits([*prompt, *plain[:place]])
+        scale = float(logits.abs().max())
+        parted = f"{what}: token {place} is {tokens[0]}, plain decoding writes {tokens[1]}"
+        if sampling.temperature:
+            if not sampling.near(logits, place, limit * scale) >= {*tokens}:
+                raise DifferentOutputError(
+                    f"{parted}; in float64 they are not both drawn by numbers that differ from those of this place by "
+                    f"as much as logits off by {limit:.0e} of their scale explain"
+                )
+            return NearTie(place, tokens, None)
+        gap = float((logits[tokens[0]] - logits[tokens[1]]).abs()) / scale
         if gap > limit:
             raise DifferentOutputError(
-                f"{what}: token {place} is {tokens[0]}, plain decoding writes {tokens[1]}; their float64 gap is "
-                f"{gap:.1e} of the logit scale and {limit:.0e} is the most that rounding explains"
+                f"{parted}; their float64 gap is {gap:.1e} of the logit scale and {limit:.0e} is the most that "
+                "rounding explains"
             )
         return NearTie(place, tokens, gap)
 
     @torch.no_grad()
-    def _gap(self, context: list[int], tokens: tuple[int, int]) -> float:
+    def _logits(self, context: list[int]) -> Tensor:
+        """The logits [vocab] after these tokens, in float64."""
         if self._exact is None:
             self._exact = copy.deepcopy(self._model).double()
-        logits = self._exact.logits(self._exact(torch.tensor([context])).final[0, -1])
-        return float((logits[tokens[0]] - logits[tokens[1]]).abs() / logits.abs().max())
+        return self._exact.logits(self._exact(torch.tensor([context])).final[0, -1])

@@ -1,4 +1,5 @@
-"""Prompt files: JSON, either an object with `prompts` and perhaps `name` and `licence`, or just the list of prompts.
+"""Prompt files: JSON, either an object with `prompts` and perhaps `name` and `licence`, or just the list of prompts;
+JSON lines (`.jsonl`), a prompt a line; or plain text (any other ending), a text a line.
 
 A prompt is a text, a list of token ids, or an object with `text` or `ids` and whatever tells its source, such as
 `licence`. Without a name a set is called as its file is.
@@ -19,6 +20,11 @@ class PromptSet(NamedTuple):
     licence: str
     prompts: tuple[list[int], ...]
 
+    def about(self) -> dict[str, Any]:
+        """What a JSON object tells of the set."""
+        longest = max(map(len, self.prompts))
+        return {"name": self.name, "licence": self.licence, "prompts": len(self.prompts), "longest": longest}
+
 
 def read_prompts(file: Path, encode: Encode, limit: int | None = None) -> PromptSet:
     """The first `limit` prompts of a file (None: all).
@@ -29,10 +35,7 @@ def read_prompts(file: Path, encode: Encode, limit: int | None = None) -> Prompt
     Raises:
         ValueError: the file is no prompt file, has no prompts, or one of them has no tokens.
     """
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{file} is no JSON: {error}") from None
+    content = _content(file)
     header = content if isinstance(content, dict) else {"prompts": content}
     entries = header.get("prompts")
     if isinstance(entries, list) and entries and all(isinstance(entry, int) for entry in entries):
@@ -44,6 +47,19 @@ def read_prompts(file: Path, encode: Encode, limit: int | None = None) -> Prompt
     licences = sorted({str(entry["licence"]) for entry in used if isinstance(entry, dict) and "licence" in entry})
     licence = header.get("licence", ", ".join(licences) or "unknown")
     return PromptSet(str(header.get("name", file.stem)), str(licence), prompts)
+
+
+def _content(file: Path) -> Any:
+    try:
+        text = file.read_text(encoding="utf-8")
+        if file.suffix == ".json":
+            return json.loads(text)
+        lines = [line for line in text.split("\n") if line.strip()]
+        return [json.loads(line) for line in lines] if file.suffix == ".jsonl" else lines
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{file} is no JSON: {error}") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file} is no text in UTF-8: {error}") from None
 
 
 def _ids(file: Path, place: int, entry: Any, encode: Encode) -> list[int]:

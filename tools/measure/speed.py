@@ -6,6 +6,7 @@ alternation before its median is.
 """
 
 from collections.abc import Iterator, Sequence
+from random import Random
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ from tqdm import tqdm
 
 from tools.measure.exactness import NearTie, Referee
 from tools.measure.runs import PLAIN, Mode, Pair, Sample, StageClock, accepted_length, run
+from tools.measure.sampled import GREEDY, Sampling
 
 
 class Spread(NamedTuple):
@@ -103,14 +105,14 @@ def measure(
         DifferentOutputError: a mode wrote something else than plain decoding and rounding does not explain it.
     """
     modes = modes_of(budgets, depth)
-    first = [[run(pair, mode, prompt, count) for mode in modes] for prompt in _shown(prompts, "warming up")]
-    ties = list(_differences(Referee(pair.target), modes, prompts, first))
+    first = [[run(pair, mode, prompt, count) for mode in modes] for prompt in shown(prompts, "warming up")]
+    ties = list(_differences(Referee(pair.model), modes, prompts, first))
     rates: list[list[Rates]] = [[] for _ in modes]
-    for turn in _shown(range(alternations), "alternations"):
-        samples = [_in_turn(pair, modes, prompt, count, turn + i) for i, prompt in enumerate(prompts)]
+    for turn in shown(range(alternations), "alternations"):
+        samples = [in_turn(pair, modes, prompt, count, turn + i) for i, prompt in enumerate(prompts)]
         for per_mode, column in zip(rates, zip(*samples, strict=True), strict=True):
             per_mode.append(_rates(column))
-    stages = [_stages(pair, mode, prompts, count) for mode in _shown(modes, "stages")]
+    stages = [_stages(pair, mode, prompts, count) for mode in shown(modes, "stages")]
     by_mode, columns = dict(zip(modes, rates, strict=True)), zip(*first, strict=True)
     speeds = [_speed(m, depth, by_mode, c, s) for m, c, s in zip(modes, columns, stages, strict=True)]
     tree, chain = (_fastest(speeds, kind) for kind in ("tree", "chain"))
@@ -123,10 +125,15 @@ def modes_of(budgets: Sequence[int], depth: int) -> list[Mode]:
     return [PLAIN, *chains, *(Mode("tree", budget) for budget in sorted(set(budgets)))]
 
 
-def _in_turn(pair: Pair, modes: Sequence[Mode], prompt: Sequence[int], count: int, turn: int) -> list[Sample]:
-    """A sample of every mode, in the order of `modes`, taken in an order rotated by `turn`."""
-    order = [(i + turn) % len(modes) for i in range(len(modes))]
-    taken = {i: run(pair, modes[i], prompt, count) for i in order}
+def in_turn(
+    pair: Pair, modes: Sequence[Mode], prompt: Sequence[int], count: int, turn: int, sampling: Sampling = GREEDY
+) -> list[Sample]:
+    """A sample of every mode, in the order of `modes`, taken in an order that `turn` decides.
+
+    Not by rotation: each mode would follow the same one always, and meet what that leaves in the processor's caches.
+    """
+    order = Random(turn).sample(range(len(modes)), len(modes))
+    taken = {i: run(pair, modes[i], prompt, count, sampler=sampling.sampler()) for i in order}
     return [taken[i] for i in range(len(modes))]
 
 
@@ -190,6 +197,6 @@ def _fastest(speeds: Sequence[Speed], kind: str) -> Mode:
     return max((each for each in speeds if each.mode.kind == kind), key=lambda each: each.decode.median).mode
 
 
-def _shown(things: Sequence[Any], what: str) -> Any:
+def shown(things: Sequence[Any], what: str) -> Any:
     """A progress bar on stderr, none where that is no terminal."""
     return tqdm(things, desc=what, disable=None, leave=False)

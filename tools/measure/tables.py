@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from tools.measure.acceptance import Forced, UseOfSet
 from tools.measure.batch import Batched
+from tools.measure.comparison import Set, Together
 from tools.measure.exactness import NearTie
 from tools.measure.parts import BuilderTimes, WindowBytes
 from tools.measure.prompts import PromptSet
@@ -49,6 +50,11 @@ def acceptance(used: UseOfSet, forced: Sequence[Forced]) -> Iterator[str]:
         steady = "-" if each.steady is None else f"{each.steady:.2f}"
         yield f"    {each.mode!s:<9} {each.tau:5.2f} {steady:>14} {each.forwards:9}"
     yield from _ties(used.ties)
+    yield from teacher_forced(forced)
+
+
+def teacher_forced(forced: Sequence[Forced]) -> Iterator[str]:
+    """One line a budget."""
     yield f"  teacher-forced, the same {forced[0].contexts} contexts for all"
     yield f"    {'budget':<7} {'chain':>6} {'tree':>6} {'below chain':>12} {'tree with chain':>16} {'below chain':>12}"
     for row in forced:
@@ -69,6 +75,29 @@ def batch(found: Sequence[Batched], ties: Sequence[tuple[str, NearTie]]) -> Iter
     yield from _ties(ties)
 
 
+def comparison(found: Set) -> Iterator[str]:
+    """One line a mode, fixed budgets in the order asked for."""
+    how = f"temperature {found.plan.temperature:g}, {found.plan.seeds} seeds" if found.plan.temperature else "greedy"
+    yield f"  {how}, {found.plan.count} tokens, {found.plan.alternations} alternations; best is {found.best.word}"
+    yield (
+        f"  {'mode':<9} {'tok/s [95 %]':<24} {'x plain':<19} {'x best':<19} {'tau':<19} {'drafted':>8} {'forwards':>9}"
+    )
+    for each in found.figures:
+        yield (
+            f"  {each.mode.word:<9} {each.speed!s:<24} {each.to_plain!s:<19} {each.to_best!s:<19} {each.tau!s:<19} "
+            f"{each.drafted:8.1f} {each.forwards:9.0f}"
+        )
+    yield from _ties(found.measured.ties)
+
+
+def together(found: Together) -> Iterator[str]:
+    """Ratios over all sets."""
+    yield f"all sets together; best is {found.best.word}"
+    yield f"  {'mode':<9} {'x plain':<19} {'x best':<19}"
+    for mode, to_plain in found.to_plain.items():
+        yield f"  {mode.word:<9} {to_plain!s:<19} {found.to_best[mode]!s:<19}"
+
+
 def window(found: WindowBytes) -> Iterator[str]:
     yield (
         f"window of {found.nodes} nodes: {found.measured / KIB:.2f} KiB a node = factors {found.factors / KIB:.2f} + "
@@ -87,7 +116,8 @@ def builder(times: BuilderTimes) -> Iterator[str]:
 
 def _ties(ties: Sequence[tuple[str, NearTie]]) -> Iterator[str]:
     for where, tie in ties:
+        how = "a draw at rounding level" if tie.gap is None else f"float64 gap {tie.gap:.1e} of the logit scale"
         yield (
             f"  near-tie: {where} parts from plain decoding at token {tie.place} "
-            f"({tie.tokens[0]} for {tie.tokens[1]}), float64 gap {tie.gap:.1e} of the logit scale"
+            f"({tie.tokens[0]} for {tie.tokens[1]}), {how}"
         )
