@@ -15,17 +15,18 @@ import numpy as np
 from qwen_gdn.checked import checked_callables, checked_count
 from qwen_gdn.decode import HybridModel
 
-from .calibration import Calibration
+from .calibration import Calibration, odds
 from .costs import RoundCosts
+from .estimate import Matrix
 from .tree import DraftTree, ScoredTree
 
 FIRST = 15  # nodes of a round before any was timed
-DOUBT = 1.0  # deviations by which an unknown cost is taken to be lower, so that it is tried
 MEMORY = 12  # rounds over which is judged whether drafting pays
 HOPE = 4.0  # a round's tokens before any was drafted
 MARGIN = 0.03  # by which drafting must have been worse, for looks at it cost about as much
 BRIEF, FAR = 3, 0.75  # fewer rounds, which are enough if they were this much worse
 FRESH = 2  # of these, as many as count when another text begins
+REACH = 0.9  # of the most nodes of late rounds, for every round since
 PATIENCE = 4  # plain rounds before a first look at whether drafting pays again
 SHARES = 0.08, 0.02  # of the time that such looks may take: the next ones, and after many in vain
 
@@ -50,20 +51,23 @@ class AutoBudget:
         self._forget(())
 
     def _forget(self, sizes: Sequence[int]) -> None:
-        self.costs = RoundCosts(sizes)
+        self.costs = RoundCosts(self.most + 1, sizes)
         self.calibration = Calibration()
         self._met = set[int]()  # kinds of rounds whose first one, which prepares things, has been
         self._tokens = HOPE  # what drafted rounds were expected to emit, and the nodes they verified, over the last few
         self._lately = HOPE  # the same tokens, over fewer rounds
         self._nodes = FIRST + 1.0
         self._rounds = FRESH  # how many these are
-        self._tried = FIRST // 2  # the most nodes of a round so far; the next may have twice as many
+        self._reach = FIRST / 2  # nodes of late rounds, the most of them; the next may have twice as many
         self._idle = 0  # plain rounds since the last drafted one
         self._patience = PATIENCE
         self._look = True  # whether the next round drafts, whatever is thought of it
-        self._looking = False
-        self._proposed = False
+        # Of the round at work:
+        self._looking = self._proposed = self._quiet = False
         self._context = self._depth = 0
+        self._seconds = self.costs.at(0)
+        self._expected = 1.0  # tokens
+        self._odds: Matrix = np.zeros((1, 4))
         self._start = 0.0
 
     def begin(self, target: HybridModel) -> None:
@@ -75,15 +79,22 @@ class AutoBudget:
         self._look = True
 
     def room(self, context: int, depth: int) -> int:
-        """Starts the round's time; 0 where rounds without drafts are faster, but for a look now and then."""
-        self._context, self._depth, self._start = context, depth, self._clock()
-        even = (1 - MARGIN) * self._seconds() / self.costs.plain(context, DOUBT)
-        self._looking = self._tokens < even or self._lately < FAR * even
-        drafts = not self._looking or self._look or self._idle >= self._patience
+        """Starts the round's time; 0 where rounds without drafts are faster, but for a look now and then.
+
+        Between looks nothing is measured, nor asked again but shortly before the next one.
+        """
+        self._context, self._depth = context, depth
+        self._quiet = PATIENCE <= self._idle < self._patience - 1 and not self._look
+        if not self._quiet:
+            self._start = self._clock()
+            self._seconds = self.costs.at(context)
+            even = (1 - MARGIN) * self._seconds.likely[round(self._nodes)] / self._seconds.least[0]
+            self._looking = bool(self._tokens < even or self._lately < FAR * even)
+        drafts = not self._quiet and (not self._looking or self._look or self._idle >= self._patience)
         self._proposed = drafts and depth > 0
         if not drafts:
             self._idle += 1
-        return min(self.most, 2 * self._tried + 1) if self._proposed else 0
+        return min(self.most, round(2 * self._reach) + 1) if self._proposed else 0
 
     def choose(self, tree: DraftTree) -> int:
         """The number of nodes with the most expected tokens a second."""
@@ -92,36 +103,32 @@ class AutoBudget:
                 "budget: an AutoBudget needs trees that know their drafter's scores, as those of build_tree, "
                 f"build_chain and build_spine do, got a {type(tree).__name__}; give a fixed budget"
             )
-        chances = self.calibration.claims(tree) if self._looking else self.calibration.chances(tree)
-        tokens = np.cumsum(chances)  # the root's own draw and the drafts that it leads to
+        self._odds = odds(tree)
+        tokens = np.cumsum(self.calibration.chances(tree, self._odds))  # the root's own draw, and what it leads to
+        claims = np.cumsum(self.calibration.claims(tree, self._odds)) if self._looking else tokens
         if self.costs:
-            best = int(np.argmax(tokens / self.costs.drafted(len(tokens), self._context, DOUBT)))
+            best = int(np.argmax(claims / self._seconds.least[1 : len(claims) + 1]))
         else:
             best = min(FIRST, len(tokens) - 1)
-        if self._looking:
-            tokens = np.cumsum(self.calibration.chances(tree))
+        self._expected = float(tokens[best])
         if tree.topology.max_depth < self._depth:  # or the end of the text says more of it than the drafter
-            self._expect(float(tokens[best]), best + 1)
+            self._expect(self._expected, best + 1)
         return best
 
     def learn(self, tree: DraftTree, path: Sequence[int]) -> None:
         """Takes up the time since `room`, and what was accepted."""
+        if self._quiet:
+            return
         seconds = self._clock() - self._start
         nodes = len(tree.topology) if self._proposed else 0
         kind = self.costs.padded(nodes) if self.costs.sizes else -1
         if kind in self._met:
             self.costs.learn(nodes, self._context, seconds)
         self._met.add(kind)
-        if not self._proposed:
-            return
-        if isinstance(tree, ScoredTree):
-            self.calibration.learn(tree, path)
-        self._idle, self._tried = 0, max(self._tried, nodes - 1)
-        self._judge(len(path), nodes)
-
-    def _seconds(self) -> float:
-        """What a drafted round takes, as rounds drafted lately."""
-        return float(self.costs.drafted(round(self._nodes), self._context)[-1])
+        if self._proposed:
+            self.calibration.learn(tree, self._odds, path)
+            self._idle, self._reach = 0, max(REACH * self._reach, nodes - 1, FIRST / 2)
+            self._judge(len(path), nodes)
 
     def _expect(self, tokens: float, nodes: int) -> None:
         self._rounds = min(self._rounds, FRESH if self._looking else MEMORY - 1) + 1
@@ -131,8 +138,8 @@ class AutoBudget:
 
     def _judge(self, tokens: int, nodes: int) -> None:
         """Whether a look at drafting was worth it, and when the next one is due if not."""
-        cost = float(self.costs.drafted(nodes, self._context)[-1]) / self.costs.plain(self._context)
+        cost = float(self._seconds.likely[nodes] / self._seconds.likely[0])  # in tokens of plain rounds
         paid = not self._looking or tokens >= cost
         self._look = self._looking and paid
-        often, seldom = (round((cost - 1) / share) for share in SHARES)
+        often, seldom = (round((cost - self._expected) / share) for share in SHARES)
         self._patience = PATIENCE if paid else max(min(2 * self._patience, seldom), often, PATIENCE)

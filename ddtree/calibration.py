@@ -7,7 +7,7 @@ from itertools import pairwise
 import numpy as np
 
 from .estimate import Estimate, Matrix, Vector
-from .tree import ScoredTree
+from .tree import DraftTree, ScoredTree
 
 SURE = 8.0  # log-odds beyond which a drafter is not taken at its word
 LEAST = 0.1  # of the weight of its log-odds, so that a likelier child stays a likelier one
@@ -30,22 +30,28 @@ class Calibration:
 
     def __init__(self) -> None:
         self._found = Estimate(BEFORE, UNSURE)
+        self._moves = np.diag(np.square(ROUND))
 
-    def chances(self, tree: ScoredTree) -> Vector:
-        """Of each node, [N], that the target follows its path that far; 1 for the root."""
-        return _followed(tree, _odds(tree) @ self._found.mean)
+    def chances(self, tree: ScoredTree, odds: Matrix) -> Vector:
+        """Of each node, [N], that the target follows its path that far; 1 for the root.
 
-    def claims(self, tree: ScoredTree) -> Vector:
+        Args:
+            odds: of the tree, or of a larger one that it begins.
+        """
+        return _followed(tree, odds @ self._found.mean)
+
+    def claims(self, tree: ScoredTree, odds: Matrix) -> Vector:
         """The same if nothing had been learnt."""
-        return _followed(tree, _odds(tree) @ np.array(BEFORE))
+        return _followed(tree, odds @ np.array(BEFORE))
 
-    def learn(self, tree: ScoredTree, path: Sequence[int]) -> None:
+    def learn(self, tree: DraftTree, odds: Matrix, path: Sequence[int]) -> None:
         """Takes up what the target followed of a tree: a root path, node 0 first."""
-        self._found.drift(np.diag(np.square(ROUND)))
+        self._found.drift(self._moves)
         asked = _asked(tree, path)
         if asked:
-            hits = np.isin(asked, path).astype(np.float64)
-            self._found.weigh(_odds(tree)[asked], hits)
+            taken = set(path)
+            hits = np.array([node in taken for node in asked], dtype=np.float64)
+            self._found.weigh(odds[asked], hits)
             self._found.mean[2] = max(self._found.mean[2], LEAST)
 
     def begin(self) -> None:
@@ -53,25 +59,29 @@ class Calibration:
         self._found.drift(np.diag(np.square(TEXT)))
 
 
-def _asked(tree: ScoredTree, path: Sequence[int]) -> list[int]:
+def _asked(tree: DraftTree, path: Sequence[int]) -> list[int]:
     """The nodes that the target drew or might have drawn: children on its way, up to the one that it took."""
     taken = dict(pairwise(path)) | {path[-1]: len(tree.topology)}
     parents = tree.topology.parents
     return [node for node in range(1, len(parents)) if parents[node] in taken and node <= taken[parents[node]]]
 
 
-def _odds(tree: ScoredTree) -> Matrix:
-    """What each node's chances hang on, [N, 4]: is it a first child, a later one; log-odds; depth below the first."""
-    terms = np.zeros((len(tree.topology), 4))
-    parents, depths = tree.topology.parents, tree.topology.depths.tolist()
+def odds(tree: ScoredTree) -> Matrix:
+    """What each node's chances hang on, [N, 4]: is it a first child, a later one; log-odds; depth below the first.
+
+    Of a tree's first nodes they are the first of them.
+    """
+    rows = [(0.0, 0.0, 0.0, 0.0)]
+    depths = [0]
     left: dict[int, float] = {}  # probability of a parent's further children
-    for node in range(1, len(parents)):
-        parent = parents[node]
+    for node, parent in enumerate(tree.topology.parents[1:], 1):
         chance = math.exp(tree.log_probs[node] - tree.log_probs[parent])
+        later = parent in left
         rest = left.get(parent, 1.0)
-        terms[node] = parent not in left, parent in left, _log_odds(chance, rest - chance), depths[node] - 1
+        rows.append((float(not later), float(later), _log_odds(chance, rest - chance), float(depths[parent])))
+        depths.append(depths[parent] + 1)
         left[parent] = rest - chance
-    return terms
+    return np.array(rows)
 
 
 def _log_odds(chance: float, against: float) -> float:

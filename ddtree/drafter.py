@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from qwen_gdn.config import ModelConfig
 from qwen_gdn.layer_cache import storage_bytes
 from qwen_gdn.norms import PlainRMSNorm
+from qwen_gdn.products import LinearMap
 from qwen_gdn.rope import Rotation, rotation
 
 from .contexts import check_crop
@@ -65,7 +66,7 @@ class DFlashDrafter(nn.Module):
         super().__init__()
         self.config = config
         width, eps = config.hidden_size, config.rms_norm_eps
-        self.fc = nn.Linear(len(config.target_layer_ids) * width, width, bias=False)
+        self.fc = LinearMap(len(config.target_layer_ids) * width, width)
         self.hidden_norm = PlainRMSNorm(width, eps)
         # Checkpoints call the blocks `layers`; a proposer's attribute of that name lists target layers.
         self._modules["layers"] = nn.ModuleList(self._layer() for _ in config.layer_types)

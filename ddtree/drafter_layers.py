@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from qwen_gdn.joined import ReadsOnce
 from qwen_gdn.mlp import MLP
 from qwen_gdn.norms import PlainRMSNorm
+from qwen_gdn.products import LinearMap
 from qwen_gdn.rope import Rotation, rotate
 
 from .drafter_config import AttentionType, DFlashConfig
@@ -60,7 +61,7 @@ class DrafterAttention(ReadsOnce):
         self.q_proj = nn.Linear(config.hidden_size, width, bias=False)
         self.k_proj = nn.Linear(config.hidden_size, kv_width, bias=False)
         self.v_proj = nn.Linear(config.hidden_size, kv_width, bias=False)
-        self.o_proj = nn.Linear(width, config.hidden_size, bias=False)
+        self.o_proj = LinearMap(width, config.hidden_size)
         self.q_norm = PlainRMSNorm(config.head_dim, config.rms_norm_eps)
         self.k_norm = PlainRMSNorm(config.head_dim, config.rms_norm_eps)
 

@@ -3,10 +3,8 @@
 What an automatic budget knows of the machine and of its drafter are two of these. Everything is float64 on the host.
 """
 
-from collections.abc import Sequence
-
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 Vector = NDArray[np.float64]
 Matrix = NDArray[np.float64]
@@ -20,7 +18,7 @@ class Estimate:
         covariance: [K, K].
     """
 
-    def __init__(self, mean: Sequence[float], deviations: Sequence[float]) -> None:
+    def __init__(self, mean: ArrayLike, deviations: ArrayLike) -> None:
         self.mean: Vector = np.array(mean, dtype=np.float64)
         self.covariance: Matrix = np.diag(np.square(np.array(deviations, dtype=np.float64)))
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from qwen_gdn.joined import join_projections
+from qwen_gdn.joined import choose_products, join_projections
 from qwen_gdn.layer_cache import storage_bytes
 from qwen_gdn.model import LayerId
 from qwen_gdn.prefix import attend, attend_seen
@@ -204,6 +204,7 @@ class _Programs:
         return _Block(*(part.clone() for part in self._propose()))
 
     def _launch_observe(self) -> None:
+        choose_products(self.drafter, self._features.device, rows=self._features.shape[1])
         self._append(self._features, self._start.parts[0], compiled)
 
     def _append(self, features: Tensor, start: Tensor, through: Callable[[Callable[..., Any]], Any]) -> None:
@@ -221,6 +222,7 @@ class _Programs:
     def _launch_propose(self) -> _Block:
         drafter, config = self.drafter, self.drafter.config
         root, start = self._root.parts
+        choose_products(drafter, root.device, rows=config.block_size)
         masks = torch.full((config.block_size - 1,), config.mask_token_id, device=root.device)
         embedded = self.target.embed(torch.cat((root, masks))[None])
         x = drafter.inputs(embedded)

@@ -20,7 +20,6 @@ import torch
 from tqdm import tqdm
 
 from qwen_gdn.decode import PREFILL_WINDOW, HybridModel, OnStage
-from qwen_gdn.engine import Engine
 from weights import load_drafter, load_mtp, load_target
 from weights.files import one_line
 
@@ -34,7 +33,6 @@ from .options import Options, parse, settled
 from .page import Outcome, Page, as_json, write
 from .prepare import Job, prepare
 from .proposer import NoDrafts, Proposer
-from .recorded_drafter import RecordedDrafter
 from .recording import opened, recorder_for, recording
 from .report import Figures, Meter, lines
 from .sources import check_source
@@ -138,6 +136,10 @@ def _models(options: Options, meter: Meter) -> Iterator[tuple[HybridModel, Propo
         with debug_numerics(target, drafter) if options.debug_numerics else nullcontext(target) as watched:
             yield watched, drafter
         return
+    # Not at the top, for these bring in a compiler, which takes as long as all else there.
+    from qwen_gdn.engine import Engine
+
+    from .recorded_drafter import RecordedDrafter
 
     @contextmanager
     def announce(program: str) -> Iterator[None]:

@@ -7,6 +7,7 @@ from .config import ModelConfig
 from .joined import ReadsOnce
 from .lanes import AttentionLane, Step
 from .norms import RMSNorm
+from .products import LinearMap
 from .rope import rotate
 
 
@@ -24,7 +25,7 @@ class GatedAttention(ReadsOnce):
         self.q_proj = nn.Linear(config.hidden_size, 2 * width, bias=False)
         self.k_proj = nn.Linear(config.hidden_size, kv_width, bias=False)
         self.v_proj = nn.Linear(config.hidden_size, kv_width, bias=False)
-        self.o_proj = nn.Linear(width, config.hidden_size, bias=False)
+        self.o_proj = LinearMap(width, config.hidden_size)
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
 

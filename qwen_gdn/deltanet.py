@@ -10,6 +10,7 @@ from .config import ModelConfig
 from .joined import ReadsOnce
 from .lanes import DeltaLane, Step
 from .norms import GatedRMSNorm, at_least_float32
+from .products import LinearMap
 
 _L2_EPS = 1e-6
 
@@ -46,7 +47,7 @@ class GatedDeltaNet(ReadsOnce):
         self.A_log = nn.Parameter(torch.zeros(heads))
         self.dt_bias = nn.Parameter(torch.zeros(heads))
         self.norm = GatedRMSNorm(config.linear_value_head_dim, config.rms_norm_eps, config.output_gate)
-        self.out_proj = nn.Linear(config.value_dim, config.hidden_size, bias=False)
+        self.out_proj = LinearMap(config.value_dim, config.hidden_size)
 
     def forward(self, x: Tensor, lane: DeltaLane, step: Step) -> Tensor:
         """x [B, T, D] -> [B, T, D]. Nothing of `step` is read: order is in the lane."""

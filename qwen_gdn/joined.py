@@ -1,13 +1,13 @@
 """Linear maps of one input run as one product: a step of decoding is bound by reads and launches, not arithmetic."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .fp8 import FP8Linear, block_linear
+from .products import LinearMap, choose_forms, product
 
 Linear = nn.Linear | FP8Linear
 
@@ -24,10 +24,10 @@ class Joint(NamedTuple):
     def parts(self, x: Tensor) -> tuple[Tensor, ...]:
         """[..., D] to each linear map's output."""
         if self.scales is None or self.block is None:
-            product = F.linear(x, self.weight)
+            joint = product(x, self.weight)
         else:
-            product = block_linear(x, self.weight, self.scales, self.block)
-        parts: tuple[Tensor, ...] = product.split(self.widths, dim=-1)
+            joint = block_linear(x, self.weight, self.scales, self.block)
+        parts: tuple[Tensor, ...] = joint.split(self.widths, dim=-1)
         return parts
 
 
@@ -52,6 +52,11 @@ class ReadsOnce(nn.Module):
             return tuple(getattr(self, name)(x) for name in self.reads)
         found = {name: part for joint in joined for name, part in zip(joint.names, joint.parts(x), strict=True)}
         return tuple(found[name] for name in self.reads)
+
+    @property
+    def joints(self) -> tuple[Joint, ...]:
+        """The joined weights; none before `join`."""
+        return self._joined or ()
 
     @torch.no_grad()
     def join(self) -> None:
@@ -88,6 +93,20 @@ def join_projections(module: nn.Module) -> None:
     for part in module.modules():
         if isinstance(part, ReadsOnce):
             part.join()
+
+
+def choose_products(module: nn.Module, device: torch.device, rows: int) -> None:
+    """Has the forms of all large products below `module` compared for so many rows, as `choose_forms` does it."""
+    if device.type == "cuda":
+        choose_forms(_large_weights(module), rows)
+
+
+def _large_weights(module: nn.Module) -> Iterator[Tensor]:
+    for part in module.modules():
+        if isinstance(part, LinearMap):
+            yield part.weight
+        elif isinstance(part, ReadsOnce):
+            yield from (joint.weight for joint in part.joints if joint.scales is None)
 
 
 def _joint(linears: dict[str, Linear], block: tuple[int, int] | None) -> Joint:

@@ -4,6 +4,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .joined import ReadsOnce
+from .products import LinearMap
 
 
 class MLP(ReadsOnce):
@@ -15,7 +16,7 @@ class MLP(ReadsOnce):
         super().__init__()
         self.gate_proj = nn.Linear(hidden, intermediate, bias=False)
         self.up_proj = nn.Linear(hidden, intermediate, bias=False)
-        self.down_proj = nn.Linear(intermediate, hidden, bias=False)
+        self.down_proj = LinearMap(intermediate, hidden)
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.read(x)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .delta_rule import Factors
+from .joined import choose_products
 from .layer_cache import DeltaRows
 from .model import Hidden, LayerId, QwenGDN
 from .programs import (
@@ -126,6 +127,7 @@ class _Step:
 
     def launch(self, bank: int) -> Tensor:
         length, token = self._inputs.parts
+        choose_products(self._model, length.device, rows=1)
 
         def layer(*through: Any) -> Summands:
             out: Summands = compiled(step_layer)(*through, length)
@@ -179,6 +181,7 @@ class _Tree:
 
     def launch(self, bank: int) -> Tensor:
         length, nodes = self._length, self._nodes
+        choose_products(self._model, length.device, rows=self.size)
         kept: Kept = []
 
         def layer(*through: Any) -> Summands:

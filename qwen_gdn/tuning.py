@@ -26,7 +26,7 @@ def tuned_in_graphs() -> Iterator[None]:
 
     def measured(call: Callable[[], object], **options: Any) -> float:
         try:
-            return _replayed(call)
+            return replayed(call)
         except (RuntimeError, torch.AcceleratorError):  # what cannot be captured is timed as before
             torch.cuda.synchronize()
             return float(before(call, **options))
@@ -38,14 +38,17 @@ def tuned_in_graphs() -> Iterator[None]:
         benchmarker.benchmark_gpu = before  # perhaps of another that is still open
 
 
-def _replayed(call: Callable[[], object]) -> float:
+def replayed(call: Callable[[], object]) -> float:
     """Milliseconds of one call out of many in a row."""
     call()
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
-    with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+    graph.capture_begin()  # without what `torch.cuda.graph` does first: a collection of garbage for every form
+    try:
         for _ in range(CALLS):
             call()
+    finally:
+        graph.capture_end()
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(REPLAYS + 1)]
     graph.replay()
     for mark in marks[:-1]:

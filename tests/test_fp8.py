@@ -16,7 +16,7 @@ import ddtree.recorded_drafter
 import qwen_gdn.fp8
 import qwen_gdn.program_set
 from ddtree import generate
-from qwen_gdn import ModelConfig, QwenGDN, decode
+from qwen_gdn import ModelConfig, QwenGDN, Topology, decode
 from qwen_gdn.engine import Engine
 from qwen_gdn.fp8 import E4M3, FP8Linear, expanded, multiplies_blocks, quantised
 from qwen_gdn.joined import ReadsOnce, join_projections
@@ -274,9 +274,8 @@ def test_an_engine_writes_the_eager_models_tokens(monkeypatch: pytest.MonkeyPatc
             print(f"prompt {number}, {what}: {tie or 'the same'}")
 
 
-def test_layers_are_near_those_of_expanded_weights() -> None:
-    """What activations in eight bits cost, layer by layer."""
-    model = in_eight_bits(random_model(tiny(4), 0.02, device="cpu"))
+def with_expanded_weights(model: QwenGDN) -> QwenGDN:
+    """A float32 copy whose weights are what the numbers in eight bits stand for."""
     full = copy.deepcopy(model)
     for name, part in list(full.named_modules()):
         if isinstance(part, FP8Linear):
@@ -285,6 +284,48 @@ def test_layers_are_near_those_of_expanded_weights() -> None:
             linear.weight = nn.Parameter(weight, requires_grad=False)
             parent, _, leaf = name.rpartition(".")
             setattr(full.get_submodule(parent), leaf, linear)
+    return full.float()
+
+
+@DEVICES
+def test_no_way_of_running_is_farther_from_full_width_than_another(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In bfloat16, where activations round to eight bits by chance: two ways differ by as much as either errs.
+
+    So one is not held to another but both to float32 and expanded weights, where a wrong way is farther off.
+    """
+    if device == "cpu":
+        _run_uncompiled(monkeypatch)
+    sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_key_value_heads": 4, "head_dim": 128}
+    heads = {"linear_num_key_heads": 4, "linear_num_value_heads": 4}
+    widths = {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
+    raw = tiny(4) | sizes | heads | widths
+    model = in_eight_bits(random_model(raw, 0.02, device=device), (128, 128)).bfloat16()
+    full, engine = with_expanded_weights(model), Engine(copy.deepcopy(model), sizes=(16, 32))
+    tokens, read = random_tokens(seeded(2), 1, 96).to(device), 64
+    wanted = full(tokens).final[:, read:]
+    caches = [engine.new_cache(96) for _ in range(3)] + [model.new_cache(96)]
+    for cache in caches:
+        model(tokens[:, :read], cache)
+    one, tree, chain, eager = caches
+    found = {
+        "token by token": torch.cat([model(token, eager).final for token in tokens[:, read:].split(1, 1)], 1),
+        "by steps of the engine": torch.cat([engine(token, one).final for token in tokens[:, read:].split(1, 1)], 1),
+        "by a tree of 32": engine(tokens[0, read:], tree.branch(Topology.chain(32))).final,
+        "by a tree of 16": engine(tokens[0, read : read + 16], chain.branch(Topology.chain(16))).final,
+    }
+    at_once = model(tokens).final[:, read:]
+    for name, states in found.items():
+        error, usual = (rms(some[:, : states.shape[1]], wanted[:, : states.shape[1]]) for some in (states, at_once))
+        print(f"{device}, {name}: {error:.2e}, at once {usual:.2e}")
+        assert 1e-3 < error <= 1.1 * usual
+
+
+def test_layers_are_near_those_of_expanded_weights() -> None:
+    """What activations in eight bits cost, layer by layer."""
+    model = in_eight_bits(random_model(tiny(4), 0.02, device="cpu"))
+    full = with_expanded_weights(model)
     tokens = random_tokens(seeded(1), 1, 256, vocab=model.config.vocab_size)
     with torch.no_grad():
         found, wanted = (one(tokens, capture=(0, 1, 2, 3)) for one in (model, full))

@@ -68,7 +68,7 @@ def check_memory(cache: RaggedCache, model: QwenGDN, texts: Sequence[Sequence[in
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("shape", [{}, EXPERTS], ids=["dense", "experts"])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_random_batches_equal_their_rows_alone(seed: int, shape: dict[str, Any], dtype: torch.dtype) -> None:
     """Rows of 1 to 24 tokens, some twice; their own budgets, counts, proposers and prefill windows; stop ids."""
     model, draw = tiny_model(seed, dtype=dtype, wild=4.0, layer_types=list(SMALL), **shape), seeded(seed)

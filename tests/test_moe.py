@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from proposers import PROPOSERS, emitted
-from tiny import EXPERTS, gap, random_tokens, seeded, tiny_model
+from tiny import EXPERTS, SMALL, gap, random_tokens, seeded, tiny_model
 from torch import Tensor
 
 from ddtree import build_chain, build_tree, generate
@@ -147,11 +147,11 @@ def test_a_mixture_trains() -> None:
 @pytest.mark.parametrize("build", [build_tree, build_chain])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 def test_generation_writes_what_plain_decoding_writes(dtype: torch.dtype, build: object) -> None:
-    model, budgets = tiny_model(dtype=dtype, wild=4.0, **EXPERTS), cycle((15, 1, 31, 4))
+    model, budgets = tiny_model(dtype=dtype, wild=4.0, layer_types=list(SMALL), **EXPERTS), cycle((15, 1, 31, 4))
     for number, proposer in enumerate(PROPOSERS.values()):
         prompt = random_tokens(seeded(number), 1, 7)[0].tolist()
-        wanted = list(decode(model, prompt, max_new_tokens=40))
+        wanted = list(decode(model, prompt, max_new_tokens=24))
         text = proposer([*prompt, *wanted], number)
         budget = next(budgets)
-        rounds = generate(model, text, prompt, max_new_tokens=40, budget=budget, build=build)  # type: ignore[arg-type]
+        rounds = generate(model, text, prompt, max_new_tokens=24, budget=budget, build=build)  # type: ignore[arg-type]
         assert emitted(rounds) == wanted

@@ -5,6 +5,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 from fractions import Fraction
+from itertools import count
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from proposers import Branching, Empty, Moody, Random, Right, Scattered, Wrong
 from tiny import raising_at
 from traced import MODEL, PROMPT, Nasty, Skipping, Traced, traced
 
+import ddtree.report
 from ddtree import DraftTree, Verified, build_chain, build_spine, build_tree, generate, stream
 from ddtree.report import Meter
 from ddtree.trace import Recorder, lines
@@ -67,12 +69,12 @@ def test_rounds_are_what_the_loop_told_of_them(maker: type, build: Any) -> None:
 
 @pytest.mark.parametrize("maker", MAKERS)
 def test_texts_join_to_the_decoding_and_pieces_spell_every_id(maker: type) -> None:
-    for count in range(30, 36):
-        found = traced(maker, count=count)
+    for length in range(30, 33):
+        found = traced(maker, count=length)
         objects = parsed(found)
         texts = [text for each in objects["round"] for text in each["texts"]]
         assert "".join(texts) + objects["end"][0]["rest"] == Nasty().text(found.ids)
-        assert len(texts) == count == len(found.ids)
+        assert len(texts) == length == len(found.ids)
         used = {t for told in found.told for t in (*told.tree.tokens.tolist(), *told.draws)} | {found.ids[0]}
         assert {int(token) for token in objects["pieces"][0]["pieces"]} == used
         for token, text in objects["pieces"][0]["pieces"].items():
@@ -121,7 +123,10 @@ def test_totals_are_those_of_counting(maker: type, build: Any) -> None:
     assert sum(totals["origins"].values()) == 60 and set(totals["origins"]) == {"plain", "spine", "branch", "bonus"}
 
 
-def test_times_of_rounds_add_up_to_those_of_the_run() -> None:
+def test_times_of_rounds_add_up_to_those_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that goes on whenever it is read: another process may hold up the end, which is no round's."""
+    clock = count(0.0, 1e-4)
+    monkeypatch.setattr(ddtree.report, "perf_counter", lambda: next(clock))
     end, rounds = parsed(found := traced(Scattered))["end"][0], parsed(found)["round"]
     assert sum(each["seconds"] for each in rounds) == pytest.approx(end["figures"]["seconds"], abs=1e-3)
     for name in ("prefill", "draft", "build", "verify", "sample", "commit"):

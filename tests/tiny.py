@@ -166,11 +166,17 @@ def oracle(name: str) -> ModuleType:
 
 @contextmanager
 def raising_at(owner: Any, name: str, call: int, error: type[BaseException], *, after: bool = False) -> Iterator[None]:
-    """While open, the given call (0 the first) of `owner.name` raises: before it does its work, or after it."""
+    """While open, the given call (0 the first) of `owner.name` raises: before it does its work, or after it.
+
+    Whoever took hold of it meanwhile and calls it later gets the original.
+    """
     original = getattr(owner, name)
     calls = iter(range(1 << 30))
+    closed = False
 
     def faulty(*args: Any, **kwargs: Any) -> Any:
+        if closed:
+            return original(*args, **kwargs)
         mine = next(calls)
         if mine == call and not after:
             raise error("injected")
@@ -181,4 +187,7 @@ def raising_at(owner: Any, name: str, call: int, error: type[BaseException], *, 
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(owner, name, faulty)
-        yield
+        try:
+            yield
+        finally:
+            closed = True

@@ -153,7 +153,12 @@ def gpu(options: argparse.Namespace) -> Result:
         repeats=max(options.rounds, 2),
     )
     dtype = DTYPES[options.dtype or ("bfloat16" if options.device.type == "cuda" else "float32")]
-    figures = measure_gpu(shape, options.device, dtype, announce, say)
+
+    def keep(found: dict[str, Any]) -> None:
+        if options.keep:
+            options.keep.write_text(json.dumps(found))
+
+    figures = measure_gpu(shape, options.device, dtype, announce, say, keep)
     return Result(lines, figures | {"device_name": _device_name(options.device), "compute_dtype": str(dtype)})
 
 

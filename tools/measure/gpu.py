@@ -23,6 +23,7 @@ from qwen_gdn import HybridCache, ModelConfig, QwenGDN, Topology, greedy, prefil
 from qwen_gdn.decode import HybridModel
 from qwen_gdn.engine import Engine
 from qwen_gdn.fp8 import E4M3
+from qwen_gdn.model import LayerId
 from qwen_gdn.recorded import Announce
 from tools.measure.eight_bits import draw_eight_bits, is_in_eight_bits, put_in_eight_bits
 from tools.measure.floor import Floor, experts_used
@@ -46,9 +47,14 @@ class Shape(NamedTuple):
 
 
 def measure(
-    shape: Shape, device: torch.device, dtype: torch.dtype, announce: Announce, say: Callable[[str], None]
+    shape: Shape,
+    device: torch.device,
+    dtype: torch.dtype,
+    announce: Announce,
+    say: Callable[[str], None],
+    keep: Callable[[dict[str, Any]], object],
 ) -> dict[str, Any]:
-    """Everything, as one object; `say` is told what has just been found."""
+    """Everything, as one object; `say` is told what has just been found, `keep` all that has been found so far."""
     clock = Clock(device, shape.repeats)
     bandwidth = read_bandwidth(clock)
     target = random_weights(QwenGDN, ModelConfig.from_dict(shape.target), device, dtype)
@@ -62,11 +68,15 @@ def measure(
     drafter.bind(engine)
     found["weights_bytes"] = sum(p.nbytes for model in (target, plain) for p in model.parameters())
     say(f"weights of both {found['weights_bytes'] / 2**30:.2f} GiB")
-    found["prefixes"] = list(engine_figures(shape, engine, drafter, clock, floor, say))
+    found["prefixes"] = []
+    for at_prefix in engine_figures(shape, engine, drafter, clock, floor, say):
+        found["prefixes"].append(at_prefix)
+        keep(found)
     gc.collect()
     with peak_memory(device) as most:
         found["prefill_tokens_per_second"] = prefill_figures(shape, engine, drafter, clock, say)
     found["prefill_peak_bytes"] = most()
+    keep(found)
     say(f"most memory while prompts are read {gibibytes(most())}")
     gc.collect()
     if is_in_eight_bits(target):
@@ -101,7 +111,7 @@ def engine_figures(
         found["plain_experts"] = used_by(engine, cache, torch.tensor([7]), Topology.chain(1))
         found["plain_kernels"] = kernels(step, engine.device)[:MOST]
         say(f"prefix {prefix}: plain step {shown(found['plain_ms'], floor, found['plain_experts'])}")
-        found["trees"] = {size: tree_figures(engine, cache, size, clock) for size in shape.sizes}
+        found["trees"] = {size: tree_figures(engine, cache, size, clock, drafter.layers) for size in shape.sizes}
         for size, one in found["trees"].items():
             say(
                 f"  {size} nodes: verify {shown(one['verify_ms'], floor, one['experts'])}, "
@@ -149,7 +159,10 @@ def prefill_figures(
     return found
 
 
-def tree_figures(engine: Engine, cache: HybridCache, size: int, clock: "Clock") -> dict[str, Any]:
+def tree_figures(
+    engine: Engine, cache: HybridCache, size: int, clock: "Clock", layers: Sequence[LayerId]
+) -> dict[str, Any]:
+    """A verify that leaves what a drafter reads, as in a round, and a commit."""
     topology = spined(size)
     tokens = torch.arange(1, size + 1)
     held = 0
@@ -158,7 +171,7 @@ def tree_figures(engine: Engine, cache: HybridCache, size: int, clock: "Clock") 
         nonlocal held
         cache.discard()
         window = cache.branch(topology)
-        engine.logits(engine(tokens, window).final)
+        engine.logits(engine(tokens, window, capture=layers).final)
         held = window.nbytes
 
     verified = clock.each(verify)

@@ -2,6 +2,7 @@
 
 import argparse
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ DEFAULTS: dict[str, Any] = {
     "chunks": [],
 }
 _PAIR = ("target", "drafter", "prompts", "limit", "budgets", "max_new_tokens", "threads", "device", "dtype")
-_GPU = ("target_config", "drafter_config", "layers", "sizes", "chunks", "prefixes", "rounds", "threads")
+_GPU = ("target_config", "drafter_config", "layers", "sizes", "chunks", "prefixes", "rounds", "threads", "keep")
 USED = {
     "speed": (*_PAIR, "rounds"),
     "acceptance": _PAIR,
@@ -90,6 +91,7 @@ def _add_gpu(parser: ToolParser) -> None:
     add("--layers", type=whole(1), help="only the target's first layers")
     add("--sizes", type=lambda text: sorted(set(wholes(2)(text))), help=f"tree sizes (default: {_listed('sizes')})")
     add("--chunks", type=_budgets, default=None, help="token counts of programs that read prompts (default: none)")
+    add("--keep", type=Path, metavar="FILE", help="rewritten with every figure so far, for a run that is cut short")
     add("--prefixes", type=_budgets, help=f"committed tokens (default: {_listed('prefixes')})")
 
 
