@@ -3,7 +3,7 @@
 from itertools import pairwise
 
 import pytest
-from worlds import Machine, auto, begun, best, fixed, places
+from worlds import MOST, Machine, auto, begun, best, fixed, places
 
 SIZES = (16, 32, 64, 128)
 
@@ -85,3 +85,10 @@ def test_a_drafter_that_recovers_is_taken_up_again() -> None:
         budget.begin(budget.owner)  # type: ignore[attr-defined]
         again = auto(budget, machine, found[:20]).nodes
         assert again[0] is not None and again.count(None) < 8, again
+
+
+@pytest.mark.parametrize("most", [1, 4, 200])
+def test_no_round_drafts_more_than_it_may(most: int) -> None:
+    machine = Machine(free, noise=0.05)
+    run = auto(begun(machine, most=most), machine, places(250, seed=4, sharp=4.0)[:60])
+    assert max(nodes or 0 for nodes in run.nodes) == min(most, MOST)
