@@ -45,6 +45,26 @@ def test_a_walk_that_takes_what_was_drafted_is_a_fault_with_its_place(
     assert any(fault["gap"] and fault["gap"] > 1e-5 for fault in faults)
 
 
+BATCHES = ["--batches", "4", "--tokens", "10", "--dtypes", "float64"]
+
+
+def test_rows_of_random_batches_have_no_faults(capsys: pytest.CaptureFixture[str]) -> None:
+    assert exactness.main(BATCHES) == 0
+    outcome = report(capsys)["dtypes"]["float64"]
+    assert outcome["faults"] == outcome["ties"] == [] and outcome["runs"] >= 8 and outcome["tokens"] > 20
+
+
+def test_rows_that_keep_padding_in_their_convolution_are_faults(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "qwen_gdn.ragged_lanes._newest", lambda joined, counts, layer: joined[:, -layer.columns.shape[1] :]
+    )
+    assert exactness.main(BATCHES) == 1
+    faults = report(capsys)["dtypes"]["float64"]["faults"]
+    assert faults and all({"batch", "row", "sampled"} <= fault.keys() for fault in faults)
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

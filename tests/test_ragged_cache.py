@@ -71,6 +71,7 @@ def started(lengths: Sequence[int], *, capacity: int = 64, seed: int = 0) -> tup
     return model, cache, texts
 
 
+@pytest.mark.case(7, 19)
 @pytest.mark.parametrize("shape", [{}, EXPERTS], ids=["dense", "experts"])
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("seed", range(4))

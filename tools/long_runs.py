@@ -91,7 +91,7 @@ def turns(count: int, new: int) -> tuple[list[str], dict[str, object], bool]:
     return lines, summary, all(t.gap <= STATE_LIMIT and t.read <= new + 1 for t in found)
 
 
-def rounds(count: int, every: int) -> tuple[list[str], dict[str, object], bool]:
+def rounds(count: int, every: int, seed: int) -> tuple[list[str], dict[str, object], bool]:
     """That many bfloat16 rounds, compared after each `every` of them."""
     target = load_target("bundled", dtype=torch.bfloat16)
     exact = copy.deepcopy(target).double()
@@ -103,7 +103,7 @@ def rounds(count: int, every: int) -> tuple[list[str], dict[str, object], bool]:
         load_drafter("bundled"),
         prompt,
         max_new_tokens=8 * count,
-        sampler=make_sampler(0.8, seed=3),
+        sampler=make_sampler(0.8, seed=seed),
         cache=cache,
     )
     ids, errors = list(prompt), list[float]()
@@ -119,7 +119,7 @@ def rounds(count: int, every: int) -> tuple[list[str], dict[str, object], bool]:
         f"round {(i + 1) * every:5}, {length:5} tokens: error of the state {error:.2e}"
         for i, (length, error) in enumerate(zip(lengths, errors, strict=True))
     ]
-    summary = {"rounds": count, "tokens": cache.length, "first_third": first, "last_third": last}
+    summary = {"rounds": count, "seed": seed, "tokens": cache.length, "first_third": first, "last_third": last}
     return lines, summary, last <= GROWTH * first
 
 
@@ -141,7 +141,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.what == "turns":
             lines, summary, holds = turns(options.count or 40, options.step or 24)
         else:
-            lines, summary, holds = rounds(options.count or 2000, options.step or 100)
+            lines, summary, holds = rounds(options.count or 2000, options.step or 100, options.seed)
     except DifferentOutputError as error:
         print(f"long_runs: error: {error}", file=sys.stderr)
         return 1
@@ -161,6 +161,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         metavar="N",
         help="tokens that a turn reads, and writes, or rounds from one comparison to the next (default: 24 or 100)",
     )
+    add("--seed", type=whole(0), default=3, help="of what `rounds` writes (default: 3)")
     add("--threads", type=whole(1), default=1, help="of torch (default: 1)")
     return parser.parse_args(arguments)
 
