@@ -57,7 +57,7 @@ class AutoBudget:
         self._met = set[int]()  # kinds of rounds whose first one, which prepares things, has been
         self._tokens = HOPE  # what drafted rounds were expected to emit, and the nodes they verified, over the last few
         self._lately = HOPE  # the same tokens, over fewer rounds
-        self._nodes = FIRST + 1.0
+        self._nodes = min(FIRST, self.most) + 1.0
         self._rounds = FRESH  # how many these are
         self._reach = FIRST / 2  # nodes of late rounds, the most of them; the next may have twice as many
         self._idle = 0  # plain rounds since the last drafted one
