@@ -82,6 +82,8 @@ class RoundCosts:
 
     def learn(self, nodes: int, context: int, seconds: float) -> None:
         """Takes up the time of a round of so many nodes; 0 are a round without a proposal."""
+        if self._found is None and seconds <= 0:
+            return  # the clock has not moved yet: nothing to measure others by
         terms = self._terms[nodes] + context / 1000 * self._by_context[nodes]
         if self._found is None:
             self._unit = seconds / float(terms @ self._means)

@@ -46,6 +46,24 @@ def test_it_is_as_good_as_the_best_fixed_budget(world: str, sharp: float) -> Non
     assert run.rate >= (0.95 if plain == highest else 0.98) * highest, (run.rate, highest, run.nodes)
 
 
+@pytest.mark.parametrize("most", [1, 2, 14])
+def test_a_low_limit_is_kept(most: int) -> None:
+    machine = Machine(eager, noise=0.05)
+    run = auto(begun(machine, most=most), machine, places(250, seed=4, sharp=4.0)[:60])
+    assert max(nodes for nodes in run.nodes if nodes is not None) == most, run.nodes
+
+
+def test_a_clock_that_stands_still_at_first_teaches_nothing() -> None:
+    there = places(250, seed=4, sharp=4.0)
+    machine = Machine(lambda nodes, context: 0.0)
+    budget = begun(machine)
+    run = auto(budget, machine, there[:10])
+    assert not budget.costs and {*run.nodes} == {15}, run.nodes
+    machine.cost = eager
+    run = auto(budget, machine, there[10:200])
+    assert run.rate >= 0.9 * best(there[10:200], eager)
+
+
 def test_what_a_size_has_paid_for_is_used_to_the_last_node() -> None:
     machine = Machine(stairs, noise=0.01)
     budget = begun(machine, *SIZES)
