@@ -210,7 +210,7 @@ def _add_decoding(group: argparse._ArgumentGroup) -> None:
         type=int,
         metavar="N",
         help="of the sampler (default: drawn, and reported); with the same options it gives the same text on one "
-        "machine, whatever is drafted",
+        "machine, whatever is drafted, but for ties at rounding level",
     )
 
 

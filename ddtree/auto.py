@@ -35,7 +35,7 @@ class AutoBudget:
     """How many nodes a round drafts, from what rounds take here and what of them is accepted.
 
     Give one to all generations of a pair of target and drafter: it keeps what it has learnt. With another target it
-    starts anew.
+    starts anew. Generations may take turns with it, round by round, but not run at once in several threads.
 
     Args:
         most: the most nodes of a round.

@@ -39,7 +39,10 @@ def make_sampler(
     seed: int | None = None,
     device: torch.device | str | None = None,
 ) -> Sampler:
-    """A sampler [N, vocab] -> int64 [N]; the rows are drawn independently.
+    """A sampler [N, vocab] -> int64 [N]; the rows of a call are drawn independently.
+
+    In `decode` and `generate` its random numbers belong to the places of the text, so nodes at one depth, of which a
+    text takes one, share theirs: a seed writes one text whatever is drafted, but for ties at rounding level.
 
     In this order: `logit_bias` is added; `repetition_penalty`, then `frequency_penalty` and `presence_penalty` are
     applied; what results is divided by `temperature`, cut to the `top_k` likeliest tokens, renormalised, cut to the

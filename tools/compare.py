@@ -4,7 +4,8 @@
     python tools/compare.py --target FOLDER --drafter FOLDER --prompts FILE
     python tools/compare.py --modes plain,chain:8,tree:16,spine:16 --sets code --temperature 0.7 --plot figure.png
 
-Modes are `plain`, `chain:N`, `tree:N` and `spine:N` (a tree that holds the chain), N drafted nodes a round, and `auto`.
+Modes are `plain`, `chain:N`, `tree:N` and `spine:N` (a tree that holds the chain), N drafted nodes a round, and `auto`,
+which goes on learning from text to text, those written before anything is measured included.
 They alternate: every prompt is written in all of them, one after the other, each time in another order, and what is
 written must be the same in all, token for token. Outputs that differ by more than rounding are refused, with the
 place; so in float32 no figures are given for texts that differ (in bfloat16 and float16 near-ties part more of them,
