@@ -8,6 +8,7 @@ gets depends on earlier rounds and on what its drafter says, never on what the t
 
 from collections.abc import Callable, Sequence
 from time import perf_counter
+from typing import Any
 from weakref import ref
 
 import numpy as np
@@ -70,11 +71,16 @@ class AutoBudget:
         self._odds: Matrix = np.zeros((1, 4))
         self._start = 0.0
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy or a pickle keeps what was learnt, and takes its next target for the one that it was learnt of."""
+        return self.__dict__ | {"_target": None}
+
     def begin(self, target: HybridModel) -> None:
         """Another text: what drafting brings may differ at once, what it costs will not."""
-        if self._target is None or self._target() is not target:
-            self._target = ref(target)
-            self._forget(getattr(target, "sizes", ()))
+        sizes = tuple(getattr(target, "sizes", ()))
+        if (self._target is not None and self._target() is not target) or self.costs.sizes != sizes:
+            self._forget(sizes)
+        self._target = ref(target)
         self.calibration.begin()
         self._look = True
 

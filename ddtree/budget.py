@@ -31,7 +31,10 @@ class Budget(Protocol):
         """How many of a drafted tree's nodes, its first ones, are put before the target; the root is not counted."""
 
     def learn(self, tree: DraftTree, path: Sequence[int]) -> None:
-        """The round is committed: what was put before the target, and the nodes that it followed, root first."""
+        """The round is committed: what was put before the target, and the nodes that it followed, root first.
+
+        If `on_round` then raises, the round is undone, and this is not taken back.
+        """
 
 
 class Fixed:

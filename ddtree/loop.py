@@ -183,6 +183,7 @@ class Loop:
         """The row's next tree, no deeper than what could still be emitted beside the bonus."""
         depth = row.left - 1
         room = row.given = row.budget.room(row.length, depth)
+        checked_count("budget: the most nodes of a round", room, 0)
         if depth == 0 or room == 0:
             return build_chain(row.root, torch.empty(0, 1), 0)
         with self.on_stage("draft"):

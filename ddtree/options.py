@@ -104,7 +104,8 @@ class Options:
     def settings(self) -> dict[str, Any]:
         """What shapes the text, the prompt and the seed aside."""
         names = ("target", "drafter", "mode", "budget", "max_budget", "spine", "max_new_tokens", *SAMPLING)
-        return {name: getattr(self, name) for name in (*names, "stop", "chat", "system", "thinking", "engine")}
+        told = {name: getattr(self, name) for name in (*names, "stop", "chat", "system", "thinking", "engine")}
+        return told if self.budget == AUTO else told | {"max_budget": None}
 
 
 def parse(argv: Sequence[str] | None = None) -> Options:

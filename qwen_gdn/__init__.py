@@ -5,7 +5,7 @@ from .checked import NonFiniteError
 from .config import ModelConfig
 from .decode import Sampler, decode, greedy, prefill
 from .delta_rule import Factors, delta_chunked, delta_commit, delta_recurrent, delta_tree
-from .history import Context, ContextSampler, History
+from .history import Context, ContextSampler, History, PlacedSampler
 from .layer_cache import DeltaCache, KVCache
 from .model import Hidden, QwenGDN
 from .mtp import MTP
@@ -26,6 +26,7 @@ __all__ = [
     "KVCache",
     "ModelConfig",
     "NonFiniteError",
+    "PlacedSampler",
     "QwenGDN",
     "RaggedBranch",
     "RaggedCache",

@@ -2,7 +2,7 @@
 
 They take what reading the weight takes, if the library picks a kernel that reads well. It picks by shape, and for some
 shapes an equal product in another form is up to a tenth faster. Programs therefore take the form that was fastest for
-their number of rows on their device.
+their number of rows on the first device and in the first dtype that had such a product.
 """
 
 from collections.abc import Callable, Iterable, Sequence

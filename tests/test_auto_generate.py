@@ -1,5 +1,7 @@
 """Automatic budgets in the loop: nothing but the number of drafted nodes depends on them."""
 
+import copy
+import pickle
 from functools import lru_cache
 from typing import Any
 
@@ -124,6 +126,18 @@ def test_one_budget_serves_streams_and_the_turns_of_a_session() -> None:
     assert budget.costs is not before, "another target is another machine"
 
 
+def test_a_pickled_budget_keeps_what_it_has_learnt() -> None:
+    budget = AutoBudget()
+    how: dict[str, Any] = {"max_new_tokens": TOKENS}
+    list(generate(MODEL, Right([*PROMPT, *TRUTH], length=9), PROMPT, budget=budget, **how))
+    for copied in (pickle.loads(pickle.dumps(budget)), copy.deepcopy(budget)):
+        known = copied.costs
+        assert known and known.sizes == budget.costs.sizes
+        text = Right([*PROMPT, *TRUTH], length=9)
+        assert emitted(generate(MODEL, text, PROMPT, budget=copied, **how)) == TRUTH
+        assert copied.costs is known
+
+
 def unscored(root: int, scores: Tensor | Scores, budget: int) -> DraftTree:
     return DraftTree(torch.tensor([root]), Topology([-1]))
 
@@ -131,6 +145,11 @@ def unscored(root: int, scores: Tensor | Scores, budget: int) -> DraftTree:
 class Negative(AutoBudget):
     def choose(self, tree: DraftTree) -> int:
         return -1
+
+
+class Roomless(AutoBudget):
+    def room(self, context: int, depth: int) -> int:
+        return None  # type: ignore[return-value]
 
 
 @pytest.mark.parametrize(
@@ -143,6 +162,7 @@ class Negative(AutoBudget):
             "AutoBudget needs trees that know their drafter's scores.*DraftTree",
         ),
         ({"budget": Negative()}, "number of nodes chosen must be an int of at least 0, got -1"),
+        ({"budget": Roomless()}, "the most nodes of a round must be an int of at least 0, got None"),
     ],
 )
 def test_what_cannot_decide_is_refused(how: dict[str, Any], words: str) -> None:

@@ -21,6 +21,7 @@ from proposers import (
 )
 from tiny import TOLERANCE, gap, memory_of, randint, random_tokens, same_bits, seeded
 from torch import Tensor
+from worlds import erratic
 
 from ddtree import DraftTree, NoDrafts, Round, Scores, accept, build_chain, build_spine, build_tree, generate
 from qwen_gdn import HybridCache, QwenGDN, decode
@@ -34,6 +35,8 @@ SHAPES = [(build_tree, budget) for budget in BUDGETS] + [
     (build_chain, 64),
     (build_spine, 5),
     (build_spine, 31),
+    (build_tree, None),  # automatic, by times that are drawn at random
+    (build_spine, None),
 ]
 DTYPES = pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
 
@@ -66,7 +69,7 @@ def prompts_of(dtype: torch.dtype) -> range:
 @DTYPES
 @pytest.mark.parametrize("name", list(PROPOSERS)[:7])
 def test_whatever_is_drafted_the_output_is_that_of_plain_decoding(name: str, dtype: torch.dtype) -> None:
-    """Both dtypes together: every proposer over 52 prompts x 64 tokens, 3 prompts or 4 for every shape of tree.
+    """Both dtypes together: every proposer over 56 prompts x 64 tokens, 3 prompts or 4 for every shape of tree.
 
     The last two, which cost most, write half as much.
     """
@@ -75,9 +78,10 @@ def test_whatever_is_drafted_the_output_is_that_of_plain_decoding(name: str, dty
         build, budget = SHAPES[number % len(SHAPES)]
         prompt, truth = prompt_of(number), plain(dtype, number)[:count]
         proposer = PROPOSERS[name]([*prompt, *truth], number)
-        rounds = list(generate(model, proposer, prompt, max_new_tokens=count, budget=budget, build=build))
+        spent = erratic(number) if budget is None else budget
+        rounds = list(generate(model, proposer, prompt, max_new_tokens=count, budget=spent, build=build))
         check_same(model, prompt, emitted(rounds), truth)
-        if name == "right":
+        if name == "right" and budget is not None:
             assert len(rounds) <= 2 + TOKENS / (1 + budget), "what is right must be accepted"
 
 

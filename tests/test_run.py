@@ -338,6 +338,7 @@ def test_budgets_are_decided_unless_given(run: Run, pair: list[object]) -> None:
         assert 0 < figures["drafted"] <= 63 * figures["verify_forwards"]
     assert figures["drafted"] <= 4 * figures["verify_forwards"]
     assert (plain["settings"]["budget"], plain["figures"]["drafted"]) == (0, 0)
+    assert plain["settings"]["max_budget"] is None
     unused = run(*ask, "--mode", "plain", "--max-budget", 3)
     assert "note: plain decoding does not use --drafter and --max-budget\n" in unused.err
 
