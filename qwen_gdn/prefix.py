@@ -102,11 +102,16 @@ def _merged(own: _Part, pieces: _Part) -> Tensor:
 
 def _masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> _Part:
     """A few new rows among themselves, summed in float32; q [H_kv, G·N, head_dim]."""
-    scores = torch.bmm(q, k.transpose(1, 2), out_dtype=torch.float32) * q.shape[-1] ** -0.5
+    scores = _wide(q, k.transpose(1, 2)) * q.shape[-1] ** -0.5
     scores = scores.masked_fill(~mask, float("-inf"))
     weight = scores.logsumexp(dim=-1)
     weights = (scores - weight[..., None]).exp().to(v.dtype)  # as a flash kernel rounds them
-    return _Part(torch.bmm(weights, v, out_dtype=torch.float32), weight)
+    return _Part(_wide(weights, v), weight)
+
+
+def _wide(a: Tensor, b: Tensor) -> Tensor:
+    """The batched product in float32, of numbers as they are; only CUDA does not need them widened first."""
+    return torch.bmm(a, b, out_dtype=torch.float32) if a.is_cuda else a.float() @ b.float()
 
 
 def _alone(q: Tensor, k: Tensor, v: Tensor) -> _Part:
