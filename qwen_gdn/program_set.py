@@ -199,7 +199,7 @@ class _Commit:
     """The commit of a path of up to `most` nodes from what a tree's program kept."""
 
     def __init__(self, memory: StaticMemory, tree: _Tree, most: int) -> None:
-        self._memory, self._tree, self._most = memory, tree, most
+        self._memory, self._tree = memory, tree
         self._inputs = Inputs((_numbers(1), _numbers(1), _numbers(most)), tree.device)
 
     def send(self, path: list[int], length: int) -> None:
