@@ -40,15 +40,15 @@ def checked_tree(tree: DraftTree, root: int, budget: int, vocab: int) -> DraftTr
     tokens, nodes = tree.tokens, len(tree.topology)
     if not (isinstance(tokens, Tensor) and tokens.dtype == torch.int64 and tokens.dim() == 1 and tokens.is_cpu):
         raise ValueError(f"build: expected tokens as an int64 tensor [N] on the CPU, got {_kind(tokens)}")
-    if len(tokens) != nodes or int(tokens[0]) != root or nodes - 1 > budget:
-        first = tokens[:1].tolist()
+    listed: list[int] = tokens.tolist()
+    if len(listed) != nodes or listed[0] != root or nodes - 1 > budget:
         raise ValueError(
             f"build: expected a tree rooted at token {root} with at most {budget} nodes below, got root "
-            f"{first[0] if first else 'none'} with {nodes - 1} nodes below, and {len(tokens)} tokens"
+            f"{listed[0] if listed else 'none'} with {nodes - 1} nodes below, and {len(listed)} tokens"
         )
-    wrong = tokens[(tokens < 0) | (tokens >= vocab)].tolist()
-    if wrong:
-        raise ValueError(f"build: drafted token {wrong[0]} is outside the target's vocabulary [0, {vocab})")
+    if min(listed) < 0 or max(listed) >= vocab:
+        wrong = next(token for token in listed if not 0 <= token < vocab)
+        raise ValueError(f"build: drafted token {wrong} is outside the target's vocabulary [0, {vocab})")
     return tree
 
 

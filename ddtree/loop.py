@@ -33,7 +33,7 @@ from .budget import Budget, checked_budget
 from .drafts import checked_tree, first_nodes, limited, pruned
 from .proposer import Proposer, bound_layers
 from .rows import Alone, Forwards, Row, Verified, ignored
-from .tree import Build, DraftTree, accept, build_chain, build_tree
+from .tree import Build, DraftTree, build_chain, build_tree, follow
 
 
 class Round(NamedTuple):
@@ -205,15 +205,17 @@ class Loop:
         with self.on_stage("verify"):
             hidden = self.forwards.verify(trees, branched)
             logits = self.target.logits(torch.cat([states.final[0] for states in hidden]))
+            features = [_features(states) for states in hidden]
         with self.on_stage("sample"):
             parts = zip(trees.items(), logits.split(sizes), strict=True)
             walks = {number: walk(self.rows[number], tree, part) for (number, tree), part in parts}
         with self.on_stage("commit"):
             paths = {number: [*done.path[: len(done.tokens)]] for number, done in walks.items()}
+            # A device that was waiting for the walk has work at once, and does it while the commit is readied.
+            for rows, (number, path) in zip(features, paths.items(), strict=True):
+                self.rows[number].drafter.observe(rows[:, indices(path, rows.device)])
             if branched:
                 self.forwards.commit(paths)
-            for states, (number, path) in zip(hidden, paths.items(), strict=True):
-                self.rows[number].drafter.observe(_features(states)[:, indices(path, states.final.device)])
         for number, done in walks.items():
             self.rows[number].budget.learn(done.tree, done.path)
             self.rows[number].on_round(done)
@@ -223,7 +225,7 @@ class Loop:
 def walk(row: Row, tree: DraftTree, logits: Tensor) -> Verified:
     """What the draws from the logits of a row's tree, [N, vocab], take of it."""
     draws = row.draws(logits, *tree)
-    path, bonus = accept(tree, torch.tensor(draws))
+    path, bonus = follow(tree, draws)
     tokens = row.cut([*tree.tokens[path[1:]].tolist(), bonus])
     return Verified(tree, tuple(draws), tuple(path), tokens, row.given, row.length)
 

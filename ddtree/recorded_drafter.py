@@ -212,12 +212,9 @@ class _Programs:
         context = through(_context)(drafter, features)
         positions = start + torch.arange(features.shape[1], device=features.device)
         by = through(rotation)(positions, config.head_dim, config.rope_theta, context.dtype)
-        added = [through(_project)(cast(DrafterLayer, block).self_attn, context, by) for block in drafter.blocks]
-        for kept, new, window in zip(self.kept, added, self.windows, strict=True):
-            size = kept.keys.shape[2]
-            where = positions if window is None else positions[-size:] % size
-            for rows, more in zip(kept, new, strict=True):
-                rows.index_copy_(2, where, more[:, :, -len(where) :])
+        attentions = [cast(DrafterLayer, block).self_attn for block in drafter.blocks]
+        for attention, kept, window in zip(attentions, self.kept, self.windows, strict=True):
+            through(_extend)(attention, context, by, kept, positions, window is not None)
 
     def _launch_propose(self) -> _Block:
         drafter, config = self.drafter, self.drafter.config
@@ -260,8 +257,14 @@ def _context(drafter: DFlashDrafter, features: Tensor) -> Tensor:
     return drafter.context(features)
 
 
-def _project(attention: DrafterAttention, context: Tensor, by: Rotation) -> Rows:
-    return attention.project(context, by)
+def _extend(
+    attention: DrafterAttention, context: Tensor, by: Rotation, kept: Rows, positions: Tensor, ring: bool
+) -> None:
+    """Writes a layer's rows of the context to their places, in a ring the last that it has room for."""
+    size = kept.keys.shape[2]
+    where = positions[-size:] % size if ring else positions
+    for rows, more in zip(kept, attention.project(context, by), strict=True):
+        rows.index_copy_(2, where, more[:, :, -len(where) :])
 
 
 def _block(

@@ -9,6 +9,7 @@ from functools import cached_property
 from math import inf
 from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -94,11 +95,11 @@ def rank(logits: Tensor, k: int) -> list[Siblings]:
     """
     values, tokens = ranked(logits.detach().float().log_softmax(-1), k)
     # float64 holds both parts exactly: float32 values, and token ids below 2^53
-    rows = torch.stack((values.double(), tokens.double())).cpu()
-    broken = rows[0].isnan().any(-1).nonzero()
-    if len(broken):
-        raise ValueError(f"draft tree: logits row {int(broken[0])} needs a finite logit, no NaN and no +inf")
-    return [Siblings(t, v).possible() for v, t in zip(rows[0].tolist(), rows[1].long().tolist(), strict=True)]
+    found, names = torch.stack((values.double(), tokens.double())).cpu().numpy()
+    broken = np.isnan(found).any(axis=1)
+    if broken.any():
+        raise ValueError(f"draft tree: logits row {broken.argmax()} needs a finite logit, no NaN and no +inf")
+    return [Siblings(t, v).possible() for v, t in zip(found.tolist(), names.astype(int).tolist(), strict=True)]
 
 
 def check_scores(scores: Tensor | Scores) -> None:

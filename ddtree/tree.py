@@ -118,6 +118,11 @@ def accept(tree: DraftTree, target_tokens: Tensor | Sequence[int]) -> Acceptance
     draws: list[int] = drawn.tolist()
     if not holds_integers(drawn) or min(draws) < 0:
         raise ValueError(f"accept: draws must be token ids, integers of at least 0, got {drawn.dtype} {draws}")
+    return follow(tree, draws)
+
+
+def follow(tree: DraftTree, draws: Sequence[int]) -> Acceptance:
+    """`accept` of draws that have been checked."""
     places = zip(tree.topology.parents, tree.tokens.tolist(), strict=True)
     child = {place: node for node, place in enumerate(places)}
     path = [0]

@@ -131,7 +131,7 @@ class Engine(ModelFace):
             self._idle.remove(programs)
             return programs
         rounded = -(-capacity // GRAIN) * GRAIN
-        spare, like = max((*self.sizes, *self.chunks)), self.model.embed_tokens.weight.detach()
+        spare, like = max((2 * self.sizes[-1], *self.chunks)), self.model.embed_tokens.weight.detach()
         with torch.inference_mode(False):  # rows made in that mode could not be written outside it
             memory = StaticMemory(self.config, rounded, spare, like)
         made = ProgramSet(self.model, memory, self._announce)
@@ -166,7 +166,7 @@ def _holding(sizes: Sequence[int], count: int) -> int:
 
 
 class _Window:
-    """What a tree program has left for a commit."""
+    """What a tree program has left for a commit; keys and values are in the cache's memory, which counts them."""
 
     def __init__(self, cache: StaticCache, done: Verified) -> None:
         self._cache = cache

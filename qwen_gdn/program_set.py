@@ -12,7 +12,6 @@ from .joined import choose_products
 from .layer_cache import DeltaRows
 from .model import Hidden, LayerId, QwenGDN
 from .programs import (
-    KVRows,
     Nodes,
     chain_layer,
     commit_delta,
@@ -24,11 +23,11 @@ from .programs import (
 )
 from .recorded import Announce, Inputs, Pool, Recorded, compiled, lent, new_pool
 from .rope import rotation
-from .static_cache import BANKS, StaticDelta, StaticLayer, StaticMemory
+from .static_cache import BANKS, StaticLayer, StaticMemory
 from .topology import Topology
 
 Capture = tuple[LayerId, ...]
-Kept = list[DeltaRows | KVRows]
+Kept = list[DeltaRows]
 Summands = tuple[Tensor, Tensor]
 
 SHORT = 16  # most accepted paths are no longer, and a commit's work goes with the length that it is made for
@@ -96,7 +95,8 @@ class ProgramSet:
         part, run = self._program((capture, size), f"trees of {size} nodes", make, self._pool)
         part.send(tokens, topology, length)
         outputs = run(bank)
-        return Verified(_copied(outputs, len(topology)), _tensors(part.kept[bank]), partial(self._commit, part))
+        rows = [tensor for layer in part.kept[bank] for tensor in layer.tensors()]
+        return Verified(_copied(outputs, len(topology)), rows, partial(self._commit, part))
 
     def _commit(self, tree: "_Tree", path: list[int], length: int, bank: int) -> None:
         most = min(SHORT, tree.size) if len(path) <= SHORT else tree.size
@@ -160,7 +160,8 @@ class _Chain:
 class _Tree:
     """A tree, padded to `size` nodes; `kept` is what its last run from each bank has left for a commit.
 
-    A recording does not hold that, so trees of all sizes and both banks leave it in the same memory.
+    It is of delta layers: keys and values are in the memory's last rows. A recording does not hold what is kept, so
+    trees of all sizes and both banks leave it in the same memory.
     """
 
     def __init__(self, model: QwenGDN, memory: StaticMemory, size: int, capture: Capture) -> None:
@@ -186,7 +187,8 @@ class _Tree:
 
         def layer(*through: Any) -> Summands:
             x, update, rows = compiled(tree_layer)(*through, length, nodes)
-            kept.append(rows)
+            if rows is not None:
+                kept.append(rows)
             return x, update
 
         memory, positions = self._memory.banks[bank], length + nodes.depths
@@ -207,13 +209,11 @@ class _Commit:
 
     def launch(self, bank: int) -> None:
         length, count, nodes = self._inputs.parts
-        memory, picked = self._memory, []
-        for own, kept in zip(memory.banks[bank], self._tree.kept[bank], strict=True):
-            if isinstance(own, StaticDelta):
-                picked.append(compiled(picked_rows)(kept, nodes))
-            else:
-                compiled(commit_rows)(own, kept, length, nodes)
-        if picked:  # all layers at once: by themselves they are too small to keep a device busy
+        memory, kept = self._memory, self._tree.kept[bank]
+        if memory.rows.keys.numel():
+            compiled(commit_rows)(memory.rows, self._tree.size, length, nodes)
+        if kept:  # all layers at once: by themselves they are too small to keep a device busy
+            picked = [compiled(picked_rows)(rows, nodes) for rows in kept]
             numbers, columns = (torch.cat(parts) for parts in zip(*picked, strict=True))
             compiled(commit_delta)(memory.deltas[bank], numbers, columns, count)
 
@@ -254,12 +254,5 @@ def _copied(outputs: Tensor, count: int) -> Hidden:
     return Hidden(final, tuple(captured))
 
 
-def _lent(rows: DeltaRows | KVRows) -> DeltaRows | KVRows:
-    if isinstance(rows, DeltaRows):
-        return DeltaRows(Factors(*map(lent, rows.factors)), lent(rows.columns))
-    keys, values = rows
-    return lent(keys), lent(values)
-
-
-def _tensors(kept: Sequence[DeltaRows | KVRows]) -> list[Tensor]:
-    return [t for rows in kept for t in (rows.tensors() if isinstance(rows, DeltaRows) else rows)]
+def _lent(rows: DeltaRows) -> DeltaRows:
+    return DeltaRows(Factors(*map(lent, rows.factors)), lent(rows.columns))

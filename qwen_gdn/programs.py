@@ -29,20 +29,19 @@ class Nodes(NamedTuple):
     ancestors: Tensor
 
 
-KVRows = tuple[Tensor, Tensor]
-
-
 class _TreeRows:
-    """An attention layer's lane over a tree."""
+    """An attention layer's lane over a tree, whose rows go to the memory's last ones until some are committed."""
 
     def __init__(self, rows: StaticRows, length: Tensor, nodes: Nodes) -> None:
         self._rows, self._length, self._nodes = rows, length, nodes
-        self.kept: KVRows
+        self.kept = None
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
-        self.kept = k.contiguous(), v.contiguous()
-        rows = self._rows
-        return attend(q, k, v, mask=self._nodes.ancestors, keys=rows.keys, values=rows.values, length=self._length)
+        rows, size = self._rows, k.shape[2]
+        out = attend(q, k, v, mask=self._nodes.ancestors, keys=rows.keys, values=rows.values, length=self._length)
+        for part, own in zip(rows.last(size), (k, v), strict=True):
+            part.copy_(own)
+        return out
 
 
 class _ChainRows:
@@ -148,7 +147,7 @@ def _keep_newest(delta: StaticDelta, columns: Tensor, count: Tensor) -> None:
 def tree_layer(
     layer: DecoderLayer, x: Tensor, update: Tensor, rope: Rotation, memory: StaticLayer, length: Tensor, nodes: Nodes
 ) -> tuple[Tensor, Tensor, Any]:
-    """One layer over a tree: its output as two summands, and what the window keeps (`DeltaRows`, or keys and values).
+    """One layer over a tree: its output as two summands, and what the window keeps of a delta layer.
 
     The input too comes as two summands here and below, as the layer before has left it.
     """
@@ -213,7 +212,10 @@ def commit_delta(memory: StaticDelta, numbers: Tensor, columns: Tensor, length: 
     _keep_newest(memory, _after(memory, columns), length)
 
 
-def commit_rows(memory: StaticRows, rows: KVRows, length: Tensor, nodes: Tensor) -> None:
-    """Writes the keys and values of a padded path behind the committed ones; its padding lands on scratch rows."""
+def commit_rows(memory: StaticRows, size: int, length: Tensor, nodes: Tensor) -> None:
+    """Writes what a tree of `size` nodes left of a padded path, in all layers, behind the committed keys and values.
+
+    Its padding lands on scratch rows. The tree's own stay, so that a commit which failed can be tried again.
+    """
     where = length + torch.arange(len(nodes), device=nodes.device)
-    _write(memory, where, *(part[:, :, nodes] for part in rows))
+    _write(memory, where, *(part[:, :, nodes] for part in memory.last(size)))

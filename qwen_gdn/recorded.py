@@ -3,8 +3,10 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
+from itertools import accumulate, pairwise
 from typing import Any, Generic, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -155,6 +157,8 @@ def applied(module: nn.Module, x: Tensor) -> Tensor:
 class Inputs:
     """What a program reads of the host, at one fixed address: one transfer fills all of it, without a wait.
 
+    Everything is laid out by numpy, for which such small parts take a tenth of the time that torch takes.
+
     parts: on the device, shaped like the padding.
 
     Args:
@@ -162,26 +166,24 @@ class Inputs:
     """
 
     def __init__(self, padding: Sequence[Tensor], device: torch.device) -> None:
-        self._padding = [(part.dtype, part.shape) for part in padding]
-        self._bounds = [part.nbytes for part in padding]
-        self._empty = torch.cat([part.contiguous().view(-1).view(torch.uint8) for part in padding])
-        self._flat = self._empty.to(device, copy=True)
-        self.parts = self._split(self._flat)
+        empty = torch.cat([part.contiguous().view(-1).view(torch.uint8) for part in padding])
+        self._empty = empty.numpy()
+        self._flat = empty.to(device, copy=True)
+        bounds = pairwise(accumulate((part.nbytes for part in padding), initial=0))
+        self._places = [(*bound, part.numpy().dtype, part.shape) for bound, part in zip(bounds, padding, strict=True)]
+        flat = zip(self._flat.split([part.nbytes for part in padding]), padding, strict=True)
+        self.parts = [own.view(part.dtype).view(part.shape) for own, part in flat]
 
     def fill(self, *values: Tensor | int | Sequence[int]) -> None:
-        """Sends a value for each part, which may be smaller than the part in any dimension."""
-        staged = torch.empty_like(self._empty, pin_memory=self._flat.is_cuda).copy_(self._empty)
-        for part, value in zip(self._split(staged), values, strict=True):
-            if isinstance(value, int):
-                part.fill_(value)
-                continue
-            given = torch.as_tensor(value)
-            part[tuple(slice(size) for size in given.shape)] = given
+        """Sends a value for each part: one number for all of it, or what may be smaller in any dimension."""
+        staged = torch.empty(len(self._empty), dtype=torch.uint8, pin_memory=self._flat.is_cuda)
+        flat = staged.numpy()
+        flat[:] = self._empty
+        for (start, end, dtype, shape), value in zip(self._places, values, strict=True):
+            given = np.asarray(value)
+            part = flat[start:end].view(dtype).reshape(shape)
+            part[tuple(map(slice, given.shape))] = given
         self._flat.copy_(staged, non_blocking=True)
-
-    def _split(self, flat: Tensor) -> list[Tensor]:
-        rows = zip(flat.split(self._bounds), self._padding, strict=True)
-        return [part.view(dtype).view(shape) for part, (dtype, shape) in rows]
 
 
 def unannounced(name: str) -> AbstractContextManager[Any]:

@@ -39,6 +39,10 @@ class StaticRows(NamedTuple):
     keys: Tensor
     values: Tensor
 
+    def last(self, size: int) -> "StaticRows":
+        """The last rows, where trees of that size leave theirs."""
+        return StaticRows(*(part[:, :, -size:] for part in self))
+
 
 StaticLayer = StaticDelta | StaticRows
 Layers = tuple[LayerCache, ...]
@@ -54,7 +58,7 @@ class StaticMemory:
 
     Args:
         capacity: the most tokens that a cache of it can hold.
-        spare: rows of keys and values beyond these, for padding to land on.
+        spare: rows of keys and values beyond these, for padding to land on, and behind that a tree's own rows.
         like: a tensor of the activations' dtype on the device.
     """
 

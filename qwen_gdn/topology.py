@@ -1,10 +1,10 @@
 """The shape of a draft tree: who is whose parent, and what follows from it. It knows no tokens."""
 
-from array import array
 from collections.abc import Sequence
 from functools import cached_property
 from operator import index
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -71,7 +71,7 @@ class Topology:
     @cached_property
     def depths(self) -> Tensor:
         """Distance of every node from the root, int64 [N] on the CPU."""
-        return _numbers(self._depths)
+        return torch.from_numpy(np.array(self._depths, np.int64))
 
     @cached_property
     def ancestors(self) -> Tensor:
@@ -123,13 +123,8 @@ class Topology:
         columns where the path is shorter than the window.
         """
         committed = width - 1
-        before = _numbers([*range(-1, committed - 1), *[committed + parent for parent in self.parents]])
-        columns = [torch.arange(committed, committed + len(self))]
+        before = np.array([*range(-1, committed - 1), *[committed + parent for parent in self.parents]], np.int64)
+        columns = [np.arange(committed, committed + len(self))]
         for _ in range(committed):
-            columns.append(before.index_select(0, columns[-1]))
-        return torch.stack(columns[::-1], dim=1)
-
-
-def _numbers(values: Sequence[int]) -> Tensor:
-    """int64 on the CPU; `torch.tensor` looks at every element and takes five times as long."""
-    return torch.frombuffer(array("q", values), dtype=torch.int64)
+            columns.append(before[columns[-1]])
+        return torch.from_numpy(np.stack(columns[::-1], axis=1))

@@ -283,7 +283,7 @@ def test_a_fork_goes_its_own_way() -> None:
 def test_a_failing_layer_leaves_the_cache_at_its_last_length(name: str, error: type[BaseException]) -> None:
     engine, model = pair()
     ours, theirs = engine.new_cache(80), model.new_cache(80)
-    topology, tokens = Topology([-1, 0, 0, 1, 3]), torch.arange(5)
+    topology, tokens = Topology([-1, 0, 0, 1, 2, 4]), torch.arange(6)
     for memory, run in ((ours, engine), (theirs, model)):
         run(random_tokens(seeded(2), 1, 9), memory)
         run(torch.tensor([1]), memory)
@@ -296,7 +296,7 @@ def test_a_failing_layer_leaves_the_cache_at_its_last_length(name: str, error: t
         if ours.nbytes == empty:
             ours.discard()
             engine(tokens, ours.branch(topology))
-        ours.commit([0, 1, 3])
+        ours.commit([0, 2, 4, 5])
 
     empty, calls = ours.nbytes, 0
     while ours.length == 10:
@@ -306,12 +306,12 @@ def test_a_failing_layer_leaves_the_cache_at_its_last_length(name: str, error: t
             except error:
                 calls += 1
                 assert ours.length == 10 and same_bits(memory_of(ours), before), calls
-    assert calls == {"step_layer": 8, "tree_layer": 8, "picked_rows": 6, "commit_delta": 1, "commit_rows": 2}[name]
+    assert calls == {"step_layer": 8, "tree_layer": 8, "picked_rows": 6, "commit_delta": 1, "commit_rows": 1}[name]
     if name == "step_layer":
         model(torch.tensor([5]), theirs)
     else:
         model(tokens, theirs.branch(topology))
-        theirs.commit([0, 1, 3])
+        theirs.commit([0, 2, 4, 5])
     assert worst_gap(memory_of(ours), memory_of(theirs)) <= 1e-10
 
 
@@ -428,9 +428,9 @@ def test_other_memory_runs_on_the_model_and_errors_are_the_models() -> None:
 
 @pytest.mark.usefixtures("uncompiled")
 def test_a_window_says_what_it_holds() -> None:
-    """A program's window is padded to its size; per node it is factors, columns and rows, and no state.
+    """A program's window is padded to its size; per node it is factors and columns, and no state.
 
-    Its columns lie behind a copy of the committed ones.
+    Its columns lie behind a copy of the committed ones; its keys and values in the cache, which counts them always.
     """
     engine, model = pair()
     ours, theirs = engine.new_cache(50), model.new_cache(50)
@@ -438,7 +438,8 @@ def test_a_window_says_what_it_holds() -> None:
     engine(torch.arange(5), mine)
     model(torch.arange(8), other)
     before = sum(layer.columns.nbytes for layer in theirs if isinstance(layer, DeltaCache))
-    assert mine.nbytes == other.nbytes + before
+    rows = sum(layer.keys[:, :, :8].nbytes * 2 for layer in theirs if isinstance(layer, KVCache))
+    assert mine.nbytes == other.nbytes - rows + before
     assert ours.nbytes - mine.nbytes == sum(t.nbytes for layer in ours.memory.banks[0] for t in layer)
 
 

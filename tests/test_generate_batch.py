@@ -237,7 +237,7 @@ SITES: dict[str, tuple[Any, str]] = {
     "head": (MODEL, "logits"),
     "branch": (RaggedCache, "branch"),
     "commit": (RaggedCache, "commit"),
-    "accept": (ddtree.loop, "accept"),
+    "accept": (ddtree.loop, "follow"),
     "observe": (Reading, "observe"),
     "propose": (Reading, "propose"),
 }

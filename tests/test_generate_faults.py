@@ -45,7 +45,7 @@ SITES: dict[str, tuple[Any, str]] = {
     "head": (MODEL, "logits"),
     "branch": (HybridCache, "branch"),
     "commit": (HybridCache, "commit"),
-    "accept": (ddtree.loop, "accept"),
+    "accept": (ddtree.loop, "follow"),
     "observe": (Reading, "observe"),
     "propose": (Reading, "propose"),
 }

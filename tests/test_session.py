@@ -240,7 +240,7 @@ def test_a_closed_turn_leaves_what_its_rounds_decided(name: str, rounds: int) ->
 SITES: dict[str, tuple[Any, str]] = {
     "model": (MODEL.norm, "forward"),
     "commit": (HybridCache, "commit"),
-    "accept": (ddtree.loop, "accept"),
+    "accept": (ddtree.loop, "follow"),
     "observe": (DFlashDrafter, "observe"),
     "propose": (DFlashDrafter, "propose"),
     "observe, not rewindable": (Fixed, "observe"),

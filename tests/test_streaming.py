@@ -72,7 +72,7 @@ class _nothing:  # noqa: N801 (it stands where a context manager does)
 SITES: dict[str, tuple[Any, str]] = {
     "model": (MODEL.norm, "forward"),
     "commit": (HybridCache, "commit"),
-    "accept": (ddtree.loop, "accept"),
+    "accept": (ddtree.loop, "follow"),
     "observe": (Reading, "observe"),
     "propose": (Reading, "propose"),
     "text": (StoppedText, "push"),
