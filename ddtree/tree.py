@@ -147,25 +147,26 @@ def grow(root: int, families: Callable[[Prefix], Siblings], budget: int, spine: 
     asked: list[Siblings] = []
     heap: list[_Candidate] = []
 
-    def candidate(parent: int, rank: int) -> _Candidate:
-        return -(scores[parent] + asked[parent].log_probs[rank]), (*ranks[parent], rank), parent
+    def candidate(parent: int, rank: int) -> _Candidate | None:
+        """A child of a parent by its rank, if there are so many."""
+        log_probs = asked[parent].log_probs
+        if rank >= len(log_probs):
+            return None
+        return -(scores[parent] + log_probs[rank]), (*ranks[parent], rank), parent
 
-    def push(parent: int, rank: int) -> None:
-        if rank < len(asked[parent].tokens):
-            heapq.heappush(heap, candidate(parent, rank))
-
-    while len(tokens) <= budget:
-        newest = len(tokens) - 1
+    for newest in range(budget):
         asked.append(families(prefixes[newest]))
-        if newest < spine and asked[newest].tokens:
-            cost, rank, parent = candidate(newest, 0)
-        else:
+        first = candidate(newest, 0)
+        if first is None:
             spine = 0  # a spine that has ended does not go on from a branch
-            push(newest, 0)
             if not heap:
                 break
-            cost, rank, parent = heapq.heappop(heap)
-        push(parent, rank[-1] + 1)
+            best = heapq.heappop(heap)
+        else:
+            best = first if newest < spine else heapq.heappushpop(heap, first)
+        cost, rank, parent = best
+        if sibling := candidate(parent, rank[-1] + 1):
+            heapq.heappush(heap, sibling)
         token = asked[parent].tokens[rank[-1]]
         tokens.append(token)
         parents.append(parent)

@@ -30,6 +30,7 @@ Capture = tuple[LayerId, ...]
 Kept = list[DeltaRows]
 Summands = tuple[Tensor, Tensor]
 
+TOGETHER = 8  # delta layers of whose windows one kernel takes the path; all at once would take long to compile
 SHORT = 16  # most accepted paths are no longer, and a commit's work goes with the length that it is made for
 
 Part = TypeVar("Part", bound="_Part")
@@ -213,7 +214,8 @@ class _Commit:
         if memory.rows.keys.numel():
             compiled(commit_rows)(memory.rows, self._tree.size, length, nodes)
         if kept:  # all layers at once: by themselves they are too small to keep a device busy
-            picked = [compiled(picked_rows)(rows, nodes) for rows in kept]
+            groups = [kept[i : i + TOGETHER] for i in range(0, len(kept), TOGETHER)]
+            picked = [compiled(picked_rows)(group, nodes) for group in groups]
             numbers, columns = (torch.cat(parts) for parts in zip(*picked, strict=True))
             compiled(commit_delta)(memory.deltas[bank], numbers, columns, count)
 

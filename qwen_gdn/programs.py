@@ -5,6 +5,7 @@ recording serves every length and every tree up to its size. Rows beyond a tree 
 one as its ancestor, and a path's padding neither writes nor decays.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -189,10 +190,11 @@ def normed(norm: nn.Module, x: Tensor, update: Tensor) -> Tensor:
     return out
 
 
-def picked_rows(rows: DeltaRows, nodes: Tensor) -> tuple[Tensor, Tensor]:
-    """What a window keeps of some nodes, int64 [P], of a delta layer: rows of k, u and log-decays, and columns."""
-    factors = rows.factors.take(nodes)
-    return torch.cat([part.flatten(2) for part in factors], dim=2), rows.columns[:, nodes]
+def picked_rows(layers: Sequence[DeltaRows], nodes: Tensor) -> tuple[Tensor, Tensor]:
+    """What windows keep of some nodes, int64 [P], of delta layers: rows of k, u and log-decays, and columns."""
+    taken = [rows.factors.take(nodes) for rows in layers]
+    numbers = [torch.cat([part.flatten(2) for part in factors], dim=2) for factors in taken]
+    return torch.cat(numbers), torch.cat([rows.columns[:, nodes] for rows in layers])
 
 
 def commit_delta(memory: StaticDelta, numbers: Tensor, columns: Tensor, length: Tensor) -> None:
