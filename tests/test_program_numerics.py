@@ -47,7 +47,7 @@ def test_a_tree_and_its_commit_are_as_exact_as_float32_allows(nodes: int, device
         path = topology.path(end)
         padded = torch.tensor(path + [0] * (nodes - len(path)), device=device)
         columns = torch.arange(nodes, device=device)[None, :, None].expand(1, -1, 4).float()
-        picked = form(picked_rows)(DeltaRows(factors, columns), padded)
+        picked = form(picked_rows)([DeltaRows(factors, columns)], padded)
         form(commit_delta)(memory, *picked, torch.tensor([len(path)], device=device))
         assert gap(memory.next_state.cpu(), states[:, end]) <= 5e-6
         assert torch.equal(memory.state, before)
