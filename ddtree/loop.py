@@ -213,7 +213,7 @@ class Loop:
             paths = {number: [*done.path[: len(done.tokens)]] for number, done in walks.items()}
             # A device that was waiting for the walk has work at once, and does it while the commit is readied.
             for rows, (number, path) in zip(features, paths.items(), strict=True):
-                self.rows[number].drafter.observe(rows[:, indices(path, rows.device)])
+                self.rows[number].drafter.observe(rows.index_select(1, indices(path, rows.device)))
             if branched:
                 self.forwards.commit(paths)
         for number, done in walks.items():

@@ -82,9 +82,9 @@ def check_shape(logits: Tensor) -> None:
 
 def check_peaks(peaks: Tensor) -> None:
     """Refuses a row whose greatest logit, [N, 1], is not finite."""
-    broken = ~peaks.isfinite()
-    if bool(broken.any()):
-        row = int(broken.nonzero()[0, 0])
+    finite = peaks.isfinite()
+    if not finite.all():
+        row = int((~finite).nonzero()[0, 0])
         where = f"sampler: the greatest logit of row {row} is {float(peaks[row])}"
         raise ValueError(f"{where}, it must be finite: the row holds NaN, +inf or only -inf")
 

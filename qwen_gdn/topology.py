@@ -76,12 +76,12 @@ class Topology:
     @cached_property
     def ancestors(self) -> Tensor:
         """Ancestor-or-self mask, bool [N, N] on the CPU: row i is true at the nodes of root..i."""
-        rows: list[bytearray] = []
+        count, rows = len(self), list[int]()
         for i, parent in enumerate(self.parents):
-            row = bytearray(rows[parent]) if i else bytearray(len(self))
-            row[i] = 1
-            rows.append(row)
-        return torch.frombuffer(bytearray().join(rows), dtype=torch.bool).view(len(self), len(self))
+            rows.append((rows[parent] if i else 0) | 1 << i)
+        width = -(-count // 8)
+        packed = np.frombuffer(b"".join(row.to_bytes(width, "little") for row in rows), np.uint8).reshape(count, width)
+        return torch.from_numpy(np.unpackbits(packed, axis=1, count=count, bitorder="little").view(np.bool_))
 
     def path(self, node: int) -> list[int]:
         """Node indices from the root to `node`, both included; ValueError if there is no such node."""

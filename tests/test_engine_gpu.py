@@ -20,7 +20,7 @@ from ddtree.recorded_drafter import RecordedDrafter
 from qwen_gdn import QwenGDN, decode
 from qwen_gdn.engine import Engine
 from tools.measure.exactness import Referee
-from tools.measure.gpu import random_weights, synchronisations
+from tools.measure.instruments import random_weights, synchronisations
 from tools.parity.shapes import random_model, tiny
 
 GPU = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

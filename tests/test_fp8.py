@@ -23,7 +23,7 @@ from qwen_gdn.joined import ReadsOnce, join_projections
 from qwen_gdn.recorded import Recorded, compiled, program_settings, unannounced
 from tools.measure.exactness import Referee
 from tools.measure.floor import Floor
-from tools.measure.gpu import random_weights
+from tools.measure.instruments import random_weights
 from tools.parity.shapes import random_model, tiny
 
 GPU = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
