@@ -22,6 +22,8 @@ from .drafter_config import AttentionType, DFlashConfig, check_layer_ids
 from .drafter_layers import DrafterLayer, Rows, SeenRows, block_mask
 from .scores import Scores
 
+AT_ONCE = 64  # rows that are taken into a context together, if nothing is proposed before
+
 
 class Target(Protocol):
     """What a drafter borrows from its target."""
@@ -44,10 +46,17 @@ class _Context(NamedTuple):
 
     A sliding layer holds exactly the rows that a later block can see. A full layer holds a buffer, whose rows
     past `length` are scratch.
+
+    unread: features of the rows after these, observed but not projected yet.
     """
 
     length: int
     layers: tuple[Rows, ...]
+    unread: tuple[Tensor, ...] = ()
+
+    @property
+    def observed(self) -> int:
+        return self.length + sum(features.shape[1] for features in self.unread)
 
     @property
     def nbytes(self) -> int:
@@ -134,7 +143,7 @@ class DFlashDrafter(nn.Module):
     @property
     def context_length(self) -> int:
         """Rows observed since the last reset, which is the position of the next root."""
-        return self._context.length
+        return self._context.observed
 
     def bind(self, target: Target) -> None:
         """Borrows the embedding and head of a target; they become no part of this module.
@@ -152,21 +161,21 @@ class DFlashDrafter(nn.Module):
     @property
     def crop_floor(self) -> int:
         """The lowest length that `crop` reaches: 0 until a sliding layer has dropped rows, then the length itself."""
-        now = self._context
+        now = self._read()
         kept = zip(self.config.layer_types, now.layers, strict=False)  # no layers before the first row
         whole = all(self.config.window(kind) is None or rows.keys.shape[2] == now.length for kind, rows in kept)
         return 0 if whole else now.length
 
     def crop(self, length: int) -> None:
         """Forgets the rows from `length` on; ValueError, and no change, below `crop_floor` or past the end."""
-        now = self._context
+        now = self._read()
         check_crop(length, self.crop_floor, now.length)
         kept = zip(self.config.layer_types, now.layers, strict=False)
         self._context = _Context(length, tuple(self._first(kind, rows, length) for kind, rows in kept))
 
     def snapshot(self) -> _Context:
         """A copy of the context, for `restore`, in storage of exactly its size."""
-        return self._copied(self._context)
+        return self._copied(self._read())
 
     def restore(self, kept: _Context) -> None:
         """Takes on a context that `snapshot` returned, here or at another drafter of these weights."""
@@ -195,6 +204,8 @@ class DFlashDrafter(nn.Module):
     def observe(self, features: Tensor) -> None:
         """Appends the rows of committed tokens to the context of every layer; if anything raises, of none.
 
+        Few rows wait until there are more, or until something is proposed: alone each would take as long as all.
+
         Args:
             features: [1, T, len(layers) · D], the target layers' outputs concatenated in the order of `layers`.
 
@@ -202,13 +213,24 @@ class DFlashDrafter(nn.Module):
             ValueError: features have another shape.
         """
         self.check_features(features)
-        weight = self.fc.weight
-        start, end = self._context.length, self._context.length + features.shape[1]
-        by = self.angles(torch.arange(start, end, device=weight.device))
-        added = self.project(self.context(features.to(weight.dtype)), by)
-        kept = zip(self.config.layer_types, self._context.layers or self._no_rows(), added, strict=True)
+        now = self._context
+        more = now._replace(unread=(*now.unread, features.to(self.fc.weight.dtype, copy=True)))
+        self._context = self._with_unread(more) if more.observed - more.length >= AT_ONCE else more
+
+    @torch.no_grad()
+    def _read(self) -> _Context:
+        """The context with all rows that were observed."""
+        if self._context.unread:
+            self._context = self._with_unread(self._context)
+        return self._context
+
+    def _with_unread(self, now: _Context) -> _Context:
+        start, end = now.length, now.observed
+        by = self.angles(torch.arange(start, end, device=self.fc.weight.device))
+        added = self.project(self.context(torch.cat(now.unread, dim=1)), by)
+        kept = zip(self.config.layer_types, now.layers or self._no_rows(), added, strict=True)
         layers = tuple(_appended(old, new, start, self.config.window(kind)) for kind, old, new in kept)
-        self._context = _Context(end, layers)
+        return _Context(end, layers)
 
     def check_features(self, features: Tensor) -> None:
         """Raises ValueError unless features are [1, T, len(layers) · D]."""
@@ -232,11 +254,12 @@ class DFlashDrafter(nn.Module):
         tokens = torch.full((1, config.block_size), config.mask_token_id, device=device)
         tokens[0, 0] = root
         embedded = self._borrowed.embed(tokens)
-        start = self._context.length
+        context = self._read()
+        start = context.length
         by = self.angles(torch.arange(start, start + config.block_size, device=device))
         counts = {kind: _count(start, config.window(kind)) for kind in config.layer_types}
         masks = {kind: block_mask(config, kind, count, device) for kind, count in counts.items()}
-        kept = zip(config.layer_types, self._context.layers or self._no_rows(), strict=True)
+        kept = zip(config.layer_types, context.layers or self._no_rows(), strict=True)
         rows = [Rows(*(part[:, :, : counts[kind]] for part in held)) for kind, held in kept]
         # The root's own row predicts nothing: the token after it is the first mask's.
         hidden = self(self.inputs(embedded), rows, by, masks)[0, 1:]

@@ -18,7 +18,7 @@ from qwen_gdn.model import LayerId
 from qwen_gdn.mtp import MTP
 from qwen_gdn.norms import at_least_float32
 
-from .drafter import check_sizes, with_room
+from .drafter import AT_ONCE, check_sizes, with_room
 from .ranking import Ranked, ranked
 from .scores import Prefix
 
@@ -150,9 +150,9 @@ class MTPDrafter:
         if features.shape[1] == 0:
             return
         features, memory = features.to(self.mtp.fc.weight.dtype), self._memory
-        if memory.held.shape[1]:
+        if memory.held.shape[1] >= AT_ONCE:
             memory = self._read(memory, features[:, :1, width // 2 :])[0]
-        self._memory = memory._replace(held=features)
+        self._memory = memory._replace(held=torch.cat((memory.held, features), dim=1))
 
     @torch.no_grad()
     def propose(self, root: int) -> Drafted:

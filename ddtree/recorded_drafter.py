@@ -1,8 +1,9 @@
 """A DFlash drafter whose block and context update are compiled programs, on CUDA recorded as graphs.
 
-It proposes what the drafter itself would, to rounding. Context rows lie at fixed addresses: those of a full layer in
-a buffer, those of a sliding layer in a ring that holds its window and one block more, so that the padding of an
-update only ever lands on rows that no block can see any more, or not yet.
+It proposes what the drafter itself would, to rounding. Rows of committed tokens wait for the next block, whose program
+takes them in, or until they would fill one. Context rows lie at fixed addresses: those of a full layer in a buffer,
+those of a sliding layer in a ring that holds its window and one block more, so that the padding of an update only ever
+lands on rows that no block can see any more, or not yet.
 """
 
 import sys
@@ -61,6 +62,8 @@ class RecordedDrafter:
 
     def reset(self) -> None:
         """Forgets the context, not the target."""
+        if self._programs is not None:
+            self._programs.waiting = 0
         self._length = 0
 
     @property
@@ -72,6 +75,8 @@ class RecordedDrafter:
     def crop(self, length: int) -> None:
         """Forgets the rows from `length` on; ValueError, and no change, below `crop_floor` or past the end."""
         check_crop(length, self.crop_floor, self._length)
+        if self._programs is not None:
+            self._programs.catch_up(self._length)
         self._length = length
 
     def snapshot(self) -> "_Snapshot":
@@ -82,7 +87,7 @@ class RecordedDrafter:
     @torch.no_grad()
     def restore(self, kept: "_Snapshot") -> None:
         """Takes on a context that `snapshot` returned; RuntimeError if no target is bound."""
-        self._length = 0
+        self.reset()
         if kept.layers:
             self._prepared(kept.length).load(kept.layers)
         self._length = kept.length
@@ -143,7 +148,11 @@ class _Block(NamedTuple):
 
 
 class _Programs:
-    """Context rows of every layer, for blocks that start at up to `rows`, and the programs over them."""
+    """Context rows of every layer, for blocks that start at up to `rows`, and the programs over them.
+
+    waiting: how many of the last rows observed are not in the context yet. Their features lie where the programs that
+        take them in find them.
+    """
 
     def __init__(self, drafter: DFlashDrafter, target: Target, rows: int, announce: Announce) -> None:
         config, like = drafter.config, drafter.fc.weight.detach()
@@ -158,8 +167,8 @@ class _Programs:
             self.kept = [Rows(like.new_zeros(shape), like.new_zeros(shape)) for shape in shapes]
             self._features = like.new_zeros(1, config.block_size, like.shape[1])
             number = torch.zeros(1, dtype=torch.int64)
-            self._start = Inputs((number,), like.device)
-            self._root = Inputs((number, number), like.device)
+            self._inputs = Inputs((number, number, number), like.device)
+        self.waiting = 0
         self._observe = Recorded("the drafter's context update", [self._launch_observe], like.device, announce)
         self._propose = Recorded("the drafter's block", [self._launch_propose], like.device, announce)
 
@@ -178,6 +187,7 @@ class _Programs:
 
     def held(self, length: int) -> tuple[Rows, ...]:
         """Every layer's rows, of a full layer the first `length`."""
+        self.catch_up(length)
         pairs = zip(self.kept, self.windows, strict=True)
         return tuple(
             Rows(*(part[:, :, : length if window is None else None] for part in rows)) for rows, window in pairs
@@ -189,23 +199,34 @@ class _Programs:
             for rows, kept in zip(mine, theirs, strict=True):
                 rows[:, :, : kept.shape[2]] = kept
 
-    def observe(self, features: Tensor, start: int) -> None:
+    def observe(self, features: Tensor, length: int) -> None:
+        """Takes in rows that follow the first `length`."""
         count = features.shape[1]
+        if self.waiting + count > self.block_size:
+            self.catch_up(length)
         if count > self.block_size:  # a prompt's window; too long for padding to stay out of sight
             with program_settings(features.device.type):
-                self._append(features.to(self._features.dtype), indices([start], features.device), _same)
-        elif count:
-            self._features[:, :count].copy_(features)
-            self._start.fill(start)
-            self._observe()
+                self._append(features.to(self._features.dtype), indices([length], features.device), _same)
+        else:
+            self._features[:, self.waiting : self.waiting + count].copy_(features)
+            self.waiting += count
 
-    def propose(self, root: int, start: int) -> _Block:
-        self._root.fill(root, start)
-        return _Block(*(part.clone() for part in self._propose()))
+    def catch_up(self, length: int) -> None:
+        """Has all rows, `length` with those that wait, in the context."""
+        if self.waiting:
+            self._inputs.fill(length - self.waiting, length, 0)
+            self._observe()
+            self.waiting = 0
+
+    def propose(self, root: int, length: int) -> _Block:
+        self._inputs.fill(length - self.waiting, length, root)
+        block = _Block(*(part.clone() for part in self._propose()))
+        self.waiting = 0
+        return block
 
     def _launch_observe(self) -> None:
         choose_products(self.drafter, self._features.device, rows=self._features.shape[1])
-        self._append(self._features, self._start.parts[0], compiled)
+        self._append(self._features, self._inputs.parts[0], compiled)
 
     def _append(self, features: Tensor, start: Tensor, through: Callable[[Callable[..., Any]], Any]) -> None:
         drafter, config = self.drafter, self.drafter.config
@@ -217,9 +238,9 @@ class _Programs:
             through(_extend)(attention, context, by, kept, positions, window is not None)
 
     def _launch_propose(self) -> _Block:
+        self._launch_observe()
         drafter, config = self.drafter, self.drafter.config
-        root, start = self._root.parts
-        choose_products(drafter, root.device, rows=config.block_size)
+        _, start, root = self._inputs.parts
         masks = torch.full((config.block_size - 1,), config.mask_token_id, device=root.device)
         embedded = self.target.embed(torch.cat((root, masks))[None])
         x = drafter.inputs(embedded)

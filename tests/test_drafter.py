@@ -84,7 +84,7 @@ def test_the_block_is_the_root_and_masks_at_the_positions_after_the_context(
     drafter.observe(features_of(6))
     drafter.observe(features_of(3))
     first = drafter.propose(17)
-    assert positions == [[*range(6)], [6, 7, 8], [9, 10, 11, 12, 13]]
+    assert positions == [[*range(9)], [9, 10, 11, 12, 13]]
     assert target.embedded == [[17, VOCAB - 1, VOCAB - 1, VOCAB - 1, VOCAB - 1]]
     assert first.shape == (4, VOCAB)
     assert not close(drafter.propose(18), first, 1e-3)
@@ -127,7 +127,7 @@ def test_sliding_layers_hold_no_more_than_they_can_see_and_full_layers_grow_seld
     storages = set()
     for count in (50, *(1,) * 200):
         drafter.observe(features_of(count))
-        sliding, full = drafter._context.layers
+        sliding, full = drafter._read().layers
         for part in sliding:
             assert part.shape[2] == 7
             assert part.untyped_storage().nbytes() == part.numel() * part.element_size()
@@ -153,11 +153,11 @@ def test_a_context_observed_in_inference_mode_grows_outside_it() -> None:
 def test_proposing_changes_no_context_and_repeats_exactly() -> None:
     drafter, _ = bound_drafter(layered("s", "f"))
     drafter.observe(features_of(12))
-    kept = [part[:, :, :12].clone() for rows in drafter._context.layers for part in rows]
+    kept = [part[:, :, :12].clone() for rows in drafter._read().layers for part in rows]
     first = drafter.propose(3)
     drafter.propose(4)
     assert drafter.context_length == 12
-    for part, before in zip((p for rows in drafter._context.layers for p in rows), kept, strict=True):
+    for part, before in zip((p for rows in drafter._read().layers for p in rows), kept, strict=True):
         assert torch.equal(part[:, :, :12], before)
     assert torch.equal(drafter.propose(3), first)
 
@@ -181,8 +181,14 @@ def failing_places() -> list[tuple[int, str]]:
 
 
 @pytest.mark.case(24)
+@pytest.mark.parametrize("at_once", [1, 64])
 @pytest.mark.parametrize(("layer", "name"), failing_places())
-def test_a_failure_in_any_layer_leaves_the_context_as_it_was(layer: int, name: str) -> None:
+def test_a_failure_in_any_layer_leaves_the_context_as_it_was(
+    layer: int, name: str, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both where rows are taken in as they come and where they wait for the next proposal."""
+    monkeypatch.setattr(drafter_module, "AT_ONCE", at_once)
+
     def fail(*_: object) -> None:
         raise Interrupted
 
@@ -190,7 +196,10 @@ def test_a_failure_in_any_layer_leaves_the_context_as_it_was(layer: int, name: s
     struck, _ = bound_drafter(layered("f", "s", "f"))
     for each in (spared, struck):
         each.observe(features_of(9))
-    for act in (lambda: struck.observe(features_of(3)), lambda: struck.propose(1)):
+    acts = [lambda: struck.propose(1)]
+    if at_once == 1:
+        acts.append(lambda: struck.observe(features_of(3)))
+    for act in acts:
         hook = struck.get_submodule(f"layers.{layer}.{name}").register_forward_hook(fail)
         with pytest.raises(Interrupted):
             act()
@@ -206,6 +215,7 @@ def test_a_failure_in_any_layer_leaves_the_context_as_it_was(layer: int, name: s
 def test_a_failure_while_rows_are_kept_leaves_the_context_as_it_was(
     calls: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(drafter_module, "AT_ONCE", 1)
     drafter, _ = bound_drafter(layered("f", "s", "f"))
     drafter.observe(features_of(9))
     drafter.observe(features_of(1))
@@ -229,6 +239,27 @@ def test_a_failure_while_rows_are_kept_leaves_the_context_as_it_was(
     assert torch.equal(drafter.propose(1), before)
 
 
+def test_rows_wait_until_they_are_many_or_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So a token of plain decoding costs no pass over the drafter's weights; what is proposed is the same."""
+    monkeypatch.setattr(drafter_module, "AT_ONCE", 8)
+    waiting, _ = bound_drafter(layered("f", "s", "f"))
+    eager, _ = bound_drafter(layered("f", "s", "f"))
+    passes = []
+    waiting.fc.register_forward_hook(lambda *_: passes.append(waiting.context_length))
+    for count, wanted in ((3, 0), (4, 0), (0, 0), (1, 1), (5, 1), (9, 2), (2, 2)):
+        features = features_of(count)
+        waiting.observe(features)
+        with monkeypatch.context() as patch:
+            patch.setattr(drafter_module, "AT_ONCE", 0)
+            eager.observe(features)
+        features.zero_()  # what waits is a copy
+        assert len(passes) == wanted and waiting.context_length == eager.context_length
+    assert torch.allclose(waiting.propose(1), eager.propose(1), rtol=0, atol=1e-10)
+    assert len(passes) == 3
+    waiting.propose(1)
+    assert len(passes) == 3
+
+
 @pytest.mark.parametrize("shape", [(3, 72), (2, 3, 72), (1, 3, 71), (1, 3, 48)])
 def test_features_of_another_shape_are_refused(shape: tuple[int, ...]) -> None:
     drafter, _ = bound_drafter(layered("s", "f"))
@@ -240,6 +271,6 @@ def test_features_of_another_shape_are_refused(shape: tuple[int, ...]) -> None:
 def test_nothing_kept_or_proposed_carries_a_gradient_and_the_grad_mode_stays() -> None:
     drafter, _ = bound_drafter(layered("s", "f"))
     drafter.observe(features_of(9).requires_grad_())
-    assert all(part.grad_fn is None and not part.requires_grad for rows in drafter._context.layers for part in rows)
+    assert all(part.grad_fn is None and not part.requires_grad for rows in drafter._read().layers for part in rows)
     assert not drafter.propose(1).requires_grad
     assert torch.is_grad_enabled()

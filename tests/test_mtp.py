@@ -12,6 +12,7 @@ from proposers import check_holds, emitted, small_model, table_model
 from tiny import fill, raising_at, random_tokens, seeded, tiny_model, tiny_raw
 from torch import Tensor
 
+import ddtree.mtp
 import qwen_gdn.program_set
 from ddtree import DraftTree, MTPDrafter, Scores, build_chain, build_tree, generate
 from ddtree.mtp import Drafted
@@ -255,7 +256,8 @@ def test_what_does_not_fit_is_one_line_and_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("call", range(3))
-def test_an_exception_leaves_the_committed_rows_as_they_were(call: int) -> None:
+def test_an_exception_leaves_the_committed_rows_as_they_were(call: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ddtree.mtp, "AT_ONCE", 1)  # rows are read as they come
     course = Course(torch.float64, depth=3, width=2)
     course.commit(random_tokens(seeded(1), 4))
     wanted = course.drafter.propose(3)
