@@ -7,6 +7,9 @@
     python tools/bench.py --gpu --target-config FILE --drafter-config FILE
                                            the graph engine over random weights of that shape, beside the read floor;
                                            in eight bits where the target's config says that they are stored so
+    python tools/bench.py --simulated --target-config FILE --drafter-config FILE
+                                           the same, with acceptance simulated from stated profiles: fixed budgets and
+                                           an automatic one at each context
 
 Speed and acceptance run greedily and without stop ids, so that all modes write the same tokens. They are compared:
 outputs that differ by more than rounding are refused, with the place and the float64 gap. Accepted length (tau) is
@@ -20,7 +23,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,13 +37,14 @@ from qwen_gdn.stated import read_object
 from tools.measure import tables
 from tools.measure.acceptance import in_use, teacher_forced
 from tools.measure.batch import measure as measure_batch
-from tools.measure.gpu import Shape
+from tools.measure.gpu import Setting, Shape
 from tools.measure.gpu import measure as measure_gpu
 from tools.measure.options import DTYPES, circumstances, parse
 from tools.measure.pairs import encoder, load_pair
 from tools.measure.parts import builder_times, window_bytes
 from tools.measure.prompts import PromptSet, read_prompts
 from tools.measure.runs import PLAIN, Mode, Pair
+from tools.measure.simulated import measure as measure_simulated
 from tools.measure.speed import measure, modes_of
 
 BUNDLED_PROMPTS = Path(__file__).resolve().parents[1] / "weights" / "bundled" / "prompts"
@@ -57,7 +61,7 @@ class Result(NamedTuple):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = parse((__doc__ or "").split("\n\n")[0], (speed, acceptance, batch, builder, gpu), arguments)
+    options = parse((__doc__ or "").split("\n\n")[0], (speed, acceptance, batch, builder, gpu, simulated), arguments)
     torch.set_num_threads(options.threads)
     try:
         result = options.measure(options)
@@ -131,6 +135,16 @@ def builder(options: argparse.Namespace) -> Result:
 
 def gpu(options: argparse.Namespace) -> Result:
     """Times of the graph engine, as ratios to the read floor."""
+    return _on_device(options, measure_gpu)
+
+
+def simulated(options: argparse.Namespace) -> Result:
+    """What budgets make of the graph engine where acceptance is simulated."""
+    return _on_device(options, measure_simulated)
+
+
+def _on_device(options: argparse.Namespace, measured: Callable[..., dict[str, Any]]) -> Result:
+    """Figures of random weights of the configs' shapes."""
     lines: list[str] = []
 
     def say(line: str) -> None:
@@ -158,7 +172,7 @@ def gpu(options: argparse.Namespace) -> Result:
         if options.keep:
             options.keep.write_text(json.dumps(found))
 
-    figures = measure_gpu(shape, options.device, dtype, announce, say, keep)
+    figures = measured(Setting.of(shape, options.device, dtype, announce, say), shape, keep)
     return Result(lines, figures | {"device_name": _device_name(options.device), "compute_dtype": str(dtype)})
 
 

@@ -52,27 +52,38 @@ class Shape(NamedTuple):
     repeats: int
 
 
-def measure(
-    shape: Shape,
-    device: torch.device,
-    dtype: torch.dtype,
-    announce: Announce,
-    say: Callable[[str], None],
-    keep: Callable[[dict[str, Any]], object],
-) -> dict[str, Any]:
-    """Everything, as one object; `say` is told what has just been found, `keep` all that has been found so far."""
-    clock = Clock(device, shape.repeats)
-    bandwidth = read_bandwidth(clock)
-    target = random_weights(QwenGDN, ModelConfig.from_dict(shape.target), device, dtype)
-    floor = Floor.of(target, bandwidth)
+class Setting(NamedTuple):
+    """Random weights of a shape on a device, ready to run; `say` is told what has just been found."""
+
+    engine: Engine
+    drafter: RecordedDrafter
+    clock: Clock
+    floor: Floor
+    say: Callable[[str], None]
+
+    @classmethod
+    def of(
+        cls, shape: Shape, device: torch.device, dtype: torch.dtype, announce: Announce, say: Callable[[str], None]
+    ) -> "Setting":
+        clock = Clock(device, shape.repeats)
+        bandwidth = read_bandwidth(clock)
+        target = random_weights(QwenGDN, ModelConfig.from_dict(shape.target), device, dtype)
+        floor = Floor.of(target, bandwidth)
+        beside = " and what it reads of experts" if floor.expert else ""
+        say(f"floor {floor.milliseconds():.3f} ms: {floor.always / 1e9:.2f} GB{beside} at {bandwidth / 1e12:.2f} TB/s")
+        engine = Engine(target, sizes=shape.sizes, chunks=shape.chunks, announce=announce)
+        plain = random_weights(drafters.build, drafters.from_dict(shape.drafter), device, dtype)
+        drafter = RecordedDrafter(plain, announce=announce)
+        drafter.bind(engine)
+        return cls(engine, drafter, clock, floor, say)
+
+
+def measure(setting: Setting, shape: Shape, keep: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
+    """Everything, as one object; `keep` is given all that has been found so far."""
+    engine, drafter, clock, floor, say = setting
+    target, device = engine.model, engine.device
     found: dict[str, Any] = floor._asdict() | {"floor_ms": floor.milliseconds(), "chunks": list(shape.chunks)}
-    beside = " and what it reads of experts" if floor.expert else ""
-    say(f"floor {floor.milliseconds():.3f} ms: {floor.always / 1e9:.2f} GB{beside} at {bandwidth / 1e12:.2f} TB/s")
-    engine = Engine(target, sizes=shape.sizes, chunks=shape.chunks, announce=announce)
-    plain = random_weights(drafters.build, drafters.from_dict(shape.drafter), device, dtype)
-    drafter = RecordedDrafter(plain, announce=announce)
-    drafter.bind(engine)
-    found["weights_bytes"] = sum(p.nbytes for model in (target, plain) for p in model.parameters())
+    found["weights_bytes"] = sum(p.nbytes for model in (target, drafter.drafter) for p in model.parameters())
     say(f"weights of both {found['weights_bytes'] / 2**30:.2f} GiB")
     found["prefixes"] = []
     cache = engine.new_cache(max(shape.prefixes) + SPARE * len(shape.prefixes))

@@ -29,13 +29,14 @@ DEFAULTS: dict[str, Any] = {
     "chunks": [],
 }
 _PAIR = ("target", "drafter", "prompts", "limit", "budgets", "max_new_tokens", "threads", "device", "dtype")
-_GPU = ("target_config", "drafter_config", "layers", "sizes", "chunks", "prefixes", "rounds", "threads", "keep")
+_GPU = ("target_config", "drafter_config", "layers", "sizes", "prefixes", "threads", "keep")
 USED = {
     "speed": (*_PAIR, "rounds"),
     "acceptance": _PAIR,
     "batch": (*_PAIR, "rounds"),
     "builder": ("threads",),
-    "gpu": (*_GPU, "device", "dtype"),
+    "gpu": (*_GPU, "rounds", "chunks", "device", "dtype"),
+    "simulated": (*_GPU, "device", "dtype"),
 }
 """The options that each measurement reads; any other is refused rather than ignored."""
 
@@ -85,7 +86,7 @@ def _add_pair(parser: ToolParser) -> None:
 
 
 def _add_gpu(parser: ToolParser) -> None:
-    add = parser.add_argument_group("with --gpu").add_argument
+    add = parser.add_argument_group("with --gpu or --simulated").add_argument
     add("--target-config", type=file, metavar="FILE", help="a target's config.json")
     add("--drafter-config", type=file, metavar="FILE", help="a drafter's config.json")
     add("--layers", type=whole(1), help="only the target's first layers")
@@ -101,8 +102,8 @@ def _check_used(parser: ToolParser, options: argparse.Namespace) -> None:
     for option, value in vars(options).items():
         if value is not None and option != "measure" and option not in USED[name]:
             parser.error(f"--{option.replace('_', '-')} is not used when {name} is measured; leave it out")
-    if name == "gpu" and None in (options.target_config, options.drafter_config):
-        parser.error("--gpu needs --target-config and --drafter-config, files such as a checkpoint's config.json")
+    if name in ("gpu", "simulated") and None in (options.target_config, options.drafter_config):
+        parser.error(f"--{name} needs --target-config and --drafter-config, files such as a checkpoint's config.json")
 
 
 def _listed(name: str) -> str:
