@@ -47,21 +47,21 @@ class _Context(NamedTuple):
     A sliding layer holds exactly the rows that a later block can see. A full layer holds a buffer, whose rows
     past `length` are scratch.
 
-    unread: features of the rows after these, observed but not projected yet.
+    waiting: features of the rows after these, observed but not projected yet.
     """
 
     length: int
     layers: tuple[Rows, ...]
-    unread: tuple[Tensor, ...] = ()
+    waiting: tuple[Tensor, ...] = ()
 
     @property
     def observed(self) -> int:
-        return self.length + sum(features.shape[1] for features in self.unread)
+        return self.length + sum(features.shape[1] for features in self.waiting)
 
     @property
     def nbytes(self) -> int:
         """Bytes of all storage held."""
-        return storage_bytes(part for rows in self.layers for part in rows)
+        return storage_bytes([*(part for rows in self.layers for part in rows), *self.waiting])
 
 
 class DFlashDrafter(nn.Module):
@@ -160,22 +160,26 @@ class DFlashDrafter(nn.Module):
 
     @property
     def crop_floor(self) -> int:
-        """The lowest length that `crop` reaches: 0 until a sliding layer has dropped rows, then the length itself."""
-        now = self._read()
+        """The lowest length that `crop` reaches: 0 until a sliding layer has dropped rows, then the rows in layers."""
+        now = self._context
         kept = zip(self.config.layer_types, now.layers, strict=False)  # no layers before the first row
         whole = all(self.config.window(kind) is None or rows.keys.shape[2] == now.length for kind, rows in kept)
         return 0 if whole else now.length
 
     def crop(self, length: int) -> None:
         """Forgets the rows from `length` on; ValueError, and no change, below `crop_floor` or past the end."""
-        now = self._read()
-        check_crop(length, self.crop_floor, now.length)
-        kept = zip(self.config.layer_types, now.layers, strict=False)
-        self._context = _Context(length, tuple(self._first(kind, rows, length) for kind, rows in kept))
+        now = self._context
+        check_crop(length, self.crop_floor, now.observed)
+        if length < now.length:
+            kept = zip(self.config.layer_types, now.layers, strict=False)
+            self._context = _Context(length, tuple(self._first(kind, rows, length) for kind, rows in kept))
+        else:
+            waiting = torch.cat(now.waiting, dim=1)[:, : length - now.length].clone() if now.waiting else None
+            self._context = now._replace(waiting=() if waiting is None else (waiting,))
 
     def snapshot(self) -> _Context:
         """A copy of the context, for `restore`, in storage of exactly its size."""
-        return self._copied(self._read())
+        return self._copied(self._context)
 
     def restore(self, kept: _Context) -> None:
         """Takes on a context that `snapshot` returned, here or at another drafter of these weights."""
@@ -186,7 +190,8 @@ class DFlashDrafter(nn.Module):
         with torch.inference_mode(False):  # rows made in that mode could not be written outside it
             pairs = zip(context.layers, counts, strict=False)
             layers = tuple(Rows(*(part[:, :, :count].clone() for part in rows)) for rows, count in pairs)
-        return _Context(context.length, layers)
+            waiting = tuple(features.clone() for features in context.waiting)
+        return _Context(context.length, layers, waiting)
 
     def _first(self, kind: AttentionType, rows: Rows, length: int) -> Rows:
         """The first rows of a layer; those of a full layer stay in their buffer."""
@@ -204,7 +209,8 @@ class DFlashDrafter(nn.Module):
     def observe(self, features: Tensor) -> None:
         """Appends the rows of committed tokens to the context of every layer; if anything raises, of none.
 
-        Few rows wait until there are more, or until something is proposed: alone each would take as long as all.
+        Few rows wait until there are more, or until something is proposed: alone each would take as long as all. If
+        taking them in then raises, they go on waiting; `crop` and `reset` give them up without a look at them.
 
         Args:
             features: [1, T, len(layers) · D], the target layers' outputs concatenated in the order of `layers`.
@@ -213,21 +219,20 @@ class DFlashDrafter(nn.Module):
             ValueError: features have another shape.
         """
         self.check_features(features)
-        now = self._context
-        more = now._replace(unread=(*now.unread, features.to(self.fc.weight.dtype, copy=True)))
-        self._context = self._with_unread(more) if more.observed - more.length >= AT_ONCE else more
+        now, features = self._context, features.to(self.fc.weight.dtype)
+        if now.observed + features.shape[1] - now.length >= AT_ONCE:
+            self._context = self._read(now._replace(waiting=(*now.waiting, features)))
+        elif features.shape[1]:
+            self._context = now._replace(waiting=(*now.waiting, features.clone()))
 
-    @torch.no_grad()
-    def _read(self) -> _Context:
-        """The context with all rows that were observed."""
-        if self._context.unread:
-            self._context = self._with_unread(self._context)
-        return self._context
-
-    def _with_unread(self, now: _Context) -> _Context:
+    def _read(self, now: _Context) -> _Context:
+        """The context with the rows that wait in its layers."""
+        if not now.waiting:
+            return now
         start, end = now.length, now.observed
         by = self.angles(torch.arange(start, end, device=self.fc.weight.device))
-        added = self.project(self.context(torch.cat(now.unread, dim=1)), by)
+        features = now.waiting[0] if len(now.waiting) == 1 else torch.cat(now.waiting, dim=1)
+        added = self.project(self.context(features), by)
         kept = zip(self.config.layer_types, now.layers or self._no_rows(), added, strict=True)
         layers = tuple(_appended(old, new, start, self.config.window(kind)) for kind, old, new in kept)
         return _Context(end, layers)
@@ -254,7 +259,7 @@ class DFlashDrafter(nn.Module):
         tokens = torch.full((1, config.block_size), config.mask_token_id, device=device)
         tokens[0, 0] = root
         embedded = self._borrowed.embed(tokens)
-        context = self._read()
+        self._context = context = self._read(self._context)
         start = context.length
         by = self.angles(torch.arange(start, start + config.block_size, device=device))
         counts = {kind: _count(start, config.window(kind)) for kind in config.layer_types}

@@ -152,7 +152,8 @@ class MTPDrafter:
         features, memory = features.to(self.mtp.fc.weight.dtype), self._memory
         if memory.held.shape[1] >= AT_ONCE:
             memory = self._read(memory, features[:, :1, width // 2 :])[0]
-        self._memory = memory._replace(held=torch.cat((memory.held, features), dim=1))
+        held = torch.cat((memory.held, features), dim=1) if memory.held.shape[1] else features
+        self._memory = memory._replace(held=held)
 
     @torch.no_grad()
     def propose(self, root: int) -> Drafted:

@@ -6,6 +6,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from qwen_gdn.checked import checked_methods
 from qwen_gdn.decode import HybridModel
 from qwen_gdn.model import LayerId, checked_layers
 
@@ -68,5 +69,6 @@ class NoDrafts:
 
 def bound_layers(drafter: Proposer, target: HybridModel) -> tuple[LayerId, ...]:
     """Binds a proposer to the target; the layers that it reads, ValueError if there are no such layers."""
+    checked_methods("drafter: a proposer", drafter, "bind", "reset", "observe", "propose")
     drafter.bind(target)
     return checked_layers(drafter.layers, target.config.num_hidden_layers, "drafter: layers")

@@ -42,7 +42,6 @@ class RecordedDrafter:
         self.drafter = drafter
         self._announce = announce
         self._target: Target | None = None
-        self._length = 0
         self._programs: _Programs | None = None
 
     @property
@@ -53,7 +52,7 @@ class RecordedDrafter:
     @property
     def context_length(self) -> int:
         """Rows observed since the last reset, which is the position of the next root."""
-        return self._length
+        return 0 if self._programs is None else self._programs.observed
 
     def bind(self, target: Target) -> None:
         """Borrows the embedding and head of a target; ValueError if the two do not fit together."""
@@ -63,34 +62,31 @@ class RecordedDrafter:
     def reset(self) -> None:
         """Forgets the context, not the target."""
         if self._programs is not None:
-            self._programs.waiting = 0
-        self._length = 0
+            self._programs.keep(0)
 
     @property
     def crop_floor(self) -> int:
-        """The lowest length that `crop` reaches: 0 until a ring may have gone round, then the length itself."""
+        """The lowest length that `crop` reaches: 0 until a ring may have gone round, then the rows in the buffers."""
         now = self._programs
-        return 0 if now is None or now.keeps_all(self._length) else self._length
+        return 0 if now is None or now.keeps_all else now.length
 
     def crop(self, length: int) -> None:
         """Forgets the rows from `length` on; ValueError, and no change, below `crop_floor` or past the end."""
-        check_crop(length, self.crop_floor, self._length)
+        check_crop(length, self.crop_floor, self.context_length)
         if self._programs is not None:
-            self._programs.catch_up(self._length)
-        self._length = length
+            self._programs.keep(length)
 
-    def snapshot(self) -> "_Snapshot":
+    def snapshot(self) -> "_Held":
         """A copy of the context, for `restore`."""
-        now = self._programs
-        return _Snapshot(self._length, () if now is None else now.copied(self._length))
+        return _Held(0, (), ()) if self._programs is None else self._programs.held().copied()
 
     @torch.no_grad()
-    def restore(self, kept: "_Snapshot") -> None:
-        """Takes on a context that `snapshot` returned; RuntimeError if no target is bound."""
-        self.reset()
-        if kept.layers:
-            self._prepared(kept.length).load(kept.layers)
-        self._length = kept.length
+    def restore(self, kept: "_Held") -> None:
+        """Takes on a context that `snapshot` returned; RuntimeError, and no change, if no target is bound."""
+        if kept.observed:
+            self._prepared(kept.observed).load(kept)
+        else:
+            self.reset()
 
     def replica(self) -> DFlashDrafter:
         """The drafter itself, eager, with a context of its own; programs hold the context of one sequence."""
@@ -105,13 +101,12 @@ class RecordedDrafter:
             RuntimeError: no target is bound.
         """
         self.drafter.check_features(features)
-        self._prepared(self._length + features.shape[1]).observe(features, self._length)
-        self._length += features.shape[1]
+        self._prepared(self.context_length + features.shape[1]).observe(features)
 
     @torch.no_grad()
     def propose(self, root: int) -> Tensor | Scores:
         """What the drafter's `proposal` makes of the block after `root`; RuntimeError if no target is bound."""
-        block = self._prepared(self._length).propose(root, self._length)
+        block = self._prepared(self.context_length).propose(root)
         # What a proposal takes beyond the block is launched while the device is busy with that, so it needs no program.
         return self.drafter.proposal(root, *block)
 
@@ -124,20 +119,33 @@ class RecordedDrafter:
             size = ROWS if now is None else now.rows if rows <= now.rows else 2 * now.rows
             grown = _Programs(self.drafter, self._target, max(rows, size), self._announce)
             if now is not None:
-                grown.take(now, self._length)
+                grown.load(now.held())
             self._programs = now = grown
         return now
 
 
-class _Snapshot(NamedTuple):
-    """The rows of a context as they lie in the programs' buffers; of a full layer just those that count."""
+class _Held(NamedTuple):
+    """The rows of a context as they lie in the programs' buffers, of a full layer just those that count.
+
+    waiting: features of the rows after these, which are not in the buffers yet; none or one tensor.
+    """
 
     length: int
     layers: tuple[Rows, ...]
+    waiting: tuple[Tensor, ...]
+
+    @property
+    def observed(self) -> int:
+        return self.length + sum(features.shape[1] for features in self.waiting)
 
     @property
     def nbytes(self) -> int:
-        return storage_bytes(part for rows in self.layers for part in rows)
+        return storage_bytes([*(part for rows in self.layers for part in rows), *self.waiting])
+
+    def copied(self) -> "_Held":
+        """The same in storage of its own."""
+        layers = tuple(Rows(*(part.clone() for part in rows)) for rows in self.layers)
+        return _Held(self.length, layers, tuple(features.clone() for features in self.waiting))
 
 
 class _Block(NamedTuple):
@@ -150,8 +158,8 @@ class _Block(NamedTuple):
 class _Programs:
     """Context rows of every layer, for blocks that start at up to `rows`, and the programs over them.
 
-    waiting: how many of the last rows observed are not in the context yet. Their features lie where the programs that
-        take them in find them.
+    length: rows in the context.
+    waiting: rows observed after these. Their features lie where the programs that take them in find them.
     """
 
     def __init__(self, drafter: DFlashDrafter, target: Target, rows: int, announce: Announce) -> None:
@@ -168,60 +176,65 @@ class _Programs:
             self._features = like.new_zeros(1, config.block_size, like.shape[1])
             number = torch.zeros(1, dtype=torch.int64)
             self._inputs = Inputs((number, number, number), like.device)
-        self.waiting = 0
+        self.length = self.waiting = 0
         self._observe = Recorded("the drafter's context update", [self._launch_observe], like.device, announce)
         self._propose = Recorded("the drafter's block", [self._launch_propose], like.device, announce)
 
-    def take(self, other: "_Programs", length: int) -> None:
-        """Copies the first `length` context rows of programs with fewer rows."""
-        self.load(other.held(length))
+    @property
+    def observed(self) -> int:
+        return self.length + self.waiting
 
-    def keeps_all(self, length: int) -> bool:
+    @property
+    def keeps_all(self) -> bool:
         """Whether no row can have been written over yet, by rows behind it or by their padding."""
         rings = (kept.keys.shape[2] for kept, window in zip(self.kept, self.windows, strict=True) if window)
-        return all(length + self.block_size <= size for size in rings)
+        return all(self.length + self.block_size <= size for size in rings)
 
-    def copied(self, length: int) -> tuple[Rows, ...]:
-        """What is `held`, in storage of its own."""
-        return tuple(Rows(*(part.clone() for part in rows)) for rows in self.held(length))
+    def keep(self, length: int) -> None:
+        """Forgets what was observed from `length` on."""
+        self.waiting = max(length - self.length, 0)
+        self.length = min(length, self.length)
 
-    def held(self, length: int) -> tuple[Rows, ...]:
-        """Every layer's rows, of a full layer the first `length`."""
-        self.catch_up(length)
+    def held(self) -> _Held:
+        """Everything, where it lies."""
         pairs = zip(self.kept, self.windows, strict=True)
-        return tuple(
-            Rows(*(part[:, :, : length if window is None else None] for part in rows)) for rows, window in pairs
+        layers = tuple(
+            Rows(*(part[:, :, : self.length if window is None else None] for part in rows)) for rows, window in pairs
         )
+        return _Held(self.length, layers, (self._features[:, : self.waiting],) if self.waiting else ())
 
-    def load(self, layers: tuple[Rows, ...]) -> None:
-        """Takes on rows as `held` returns them."""
-        for mine, theirs in zip(self.kept, layers, strict=True):
+    def load(self, held: _Held) -> None:
+        """Takes on what these or other programs of the drafter held."""
+        for mine, theirs in zip(self.kept, held.layers, strict=True):
             for rows, kept in zip(mine, theirs, strict=True):
                 rows[:, :, : kept.shape[2]] = kept
+        for features in held.waiting:
+            self._features[:, : features.shape[1]] = features
+        self.length, self.waiting = held.length, held.observed - held.length
 
-    def observe(self, features: Tensor, length: int) -> None:
-        """Takes in rows that follow the first `length`."""
+    def observe(self, features: Tensor) -> None:
+        """Takes in rows that follow those observed."""
         count = features.shape[1]
         if self.waiting + count > self.block_size:
-            self.catch_up(length)
+            self._catch_up()
         if count > self.block_size:  # a prompt's window; too long for padding to stay out of sight
             with program_settings(features.device.type):
-                self._append(features.to(self._features.dtype), indices([length], features.device), _same)
+                self._append(features.to(self._features.dtype), indices([self.length], features.device), _same)
+            self.length += count
         else:
             self._features[:, self.waiting : self.waiting + count].copy_(features)
             self.waiting += count
 
-    def catch_up(self, length: int) -> None:
-        """Has all rows, `length` with those that wait, in the context."""
+    def _catch_up(self) -> None:
         if self.waiting:
-            self._inputs.fill(length - self.waiting, length, 0)
+            self._inputs.fill(self.length, self.observed, 0)
             self._observe()
-            self.waiting = 0
+            self.length, self.waiting = self.observed, 0
 
-    def propose(self, root: int, length: int) -> _Block:
-        self._inputs.fill(length - self.waiting, length, root)
+    def propose(self, root: int) -> _Block:
+        self._inputs.fill(self.length, self.observed, root)
         block = _Block(*(part.clone() for part in self._propose()))
-        self.waiting = 0
+        self.length, self.waiting = self.observed, 0
         return block
 
     def _launch_observe(self) -> None:
@@ -252,7 +265,7 @@ class _Programs:
         return _Block(hidden, self.target.logits(hidden.to(embedded.dtype)))
 
 
-class _Context:
+class _SeenFrom:
     """What a layer's block sees of rows at fixed addresses. A ring holds position p at row p modulo its size."""
 
     def __init__(self, rows: Rows, start: Tensor, window: int | None, causal: bool) -> None:
@@ -291,7 +304,7 @@ def _extend(
 def _block(
     layer: DrafterLayer, x: Tensor, by: Rotation, rows: Rows, start: Tensor, window: int | None, causal: bool
 ) -> Tensor:
-    out: Tensor = layer(x, _Context(rows, start, window, causal), by)
+    out: Tensor = layer(x, _SeenFrom(rows, start, window, causal), by)
     return out
 
 

@@ -10,7 +10,7 @@ from typing import Unpack, cast
 
 from torch import Tensor
 
-from qwen_gdn.checked import checked_count
+from qwen_gdn.checked import checked_count, checked_methods, shown
 from qwen_gdn.decode import HybridModel, checked_prompt
 from weights.chat import Message
 from weights.tokenizer import Tokenizer
@@ -39,11 +39,11 @@ class Session:
     the target, unless it goes on from what the cache holds and no turn has failed.
 
     Args:
-        drafter: it must serve nothing else while the session lives, or acceptance falls; `copy.copy` of a
-            `DFlashDrafter` is another one of the same weights.
+        drafter: it must serve nothing else while the session lives, or acceptance falls; its `replica()` is another
+            one of the same weights.
         tokenizer: spells ids, and encodes conversations that are given as text or messages.
         capacity: the most tokens of a conversation, for which memory is then made at once. None takes what the
-            model's config states, if it does, and makes memory as it is needed.
+            model's config states, if it does, and makes memory for a turn and all it may write when it begins.
         rollback: how many of the last tokens can be cropped.
         store_bytes: of the ends of earlier turns, both models' memory counted.
         enable_thinking: for the chat template; None leaves it to that.
@@ -64,6 +64,9 @@ class Session:
         enable_thinking: bool | None = None,
     ) -> None:
         checked_count("store_bytes", store_bytes, 0)
+        checked_methods("session: a target", target, "new_cache", "embed", "logits")
+        checked_methods("session: a drafter", drafter, "bind", "reset", "observe", "propose")
+        checked_methods("session: a tokenizer", tokenizer, "piece")
         self.capacity = _capacity(capacity, target.config.max_position_embeddings)
         drafter.bind(target)
         self._target, self._drafter, self._tokenizer = target, drafter, tokenizer
@@ -131,6 +134,8 @@ class Session:
         return Stream(rounds, end, "context" if count < max_new_tokens else "length")
 
     def _encoded(self, conversation: Conversation, max_new_tokens: int) -> list[int]:
+        if isinstance(conversation, Mapping) or not hasattr(conversation, "__len__"):
+            raise ValueError(f"conversation: needs token ids, a text, or a list of messages, got {shown(conversation)}")
         if isinstance(conversation, str):
             ids: Sequence[int] | Tensor = self._tokenizer.encode(conversation)
         elif not isinstance(conversation, Tensor) and len(conversation) and isinstance(conversation[0], Mapping):

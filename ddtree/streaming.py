@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple, TypedDict, Unpack
 from torch import Tensor
 
 from qwen_gdn.cache import HybridCache
+from qwen_gdn.checked import checked_methods
 from qwen_gdn.decode import HybridModel, OnStage, Sampler, checked_prompt, checked_stops, fitting_cache
 from weights.stops import StoppedText, checked_stop_strings
 from weights.stream import Spelling
@@ -128,6 +129,7 @@ class Ending(NamedTuple):
 
 def ending(tokenizer: Spelling, stop_ids: Collection[int], stop: Collection[str]) -> Ending:
     """What ends a text; ValueError if ids or strings are none."""
+    checked_methods("a tokenizer", tokenizer, "piece")
     return Ending(tokenizer, checked_stops(stop_ids), checked_stop_strings(stop))
 
 

@@ -40,6 +40,14 @@ def checked_callables(**named: object) -> None:
             raise ValueError(f"{name} must be callable, got {shown(value)}")
 
 
+def checked_methods(what: str, value: object, *names: str) -> None:
+    """Raises ValueError unless the value has methods of these names, which is what `what` is asked for."""
+    missing = [name for name in names if not callable(getattr(value, name, None))]
+    if missing or isinstance(value, type):
+        lacks = f"which has no {missing[0]}" if missing else "a class; make one of it"
+        raise ValueError(f"{what} must have the methods {', '.join(names)}, got {shown(value)}, {lacks}")
+
+
 def holds_integers(tensor: Tensor) -> bool:
     """Whether a tensor's numbers are integers; truth values are none."""
     return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)

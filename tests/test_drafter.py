@@ -122,12 +122,15 @@ def test_any_split_of_the_features_gives_the_same_context() -> None:
         assert close(parts.propose(2), whole.propose(2), 1e-12)
 
 
-def test_sliding_layers_hold_no_more_than_they_can_see_and_full_layers_grow_seldom() -> None:
+def test_sliding_layers_hold_no_more_than_they_can_see_and_full_layers_grow_seldom(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(drafter_module, "AT_ONCE", 1)  # rows are taken in as they come
     drafter, _ = bound_drafter(layered("s", "f"))
     storages = set()
     for count in (50, *(1,) * 200):
         drafter.observe(features_of(count))
-        sliding, full = drafter._read().layers
+        sliding, full = drafter._context.layers
         for part in sliding:
             assert part.shape[2] == 7
             assert part.untyped_storage().nbytes() == part.numel() * part.element_size()
@@ -153,11 +156,12 @@ def test_a_context_observed_in_inference_mode_grows_outside_it() -> None:
 def test_proposing_changes_no_context_and_repeats_exactly() -> None:
     drafter, _ = bound_drafter(layered("s", "f"))
     drafter.observe(features_of(12))
-    kept = [part[:, :, :12].clone() for rows in drafter._read().layers for part in rows]
+    drafter.propose(1)  # takes them in
+    kept = [part[:, :, :12].clone() for rows in drafter._context.layers for part in rows]
     first = drafter.propose(3)
     drafter.propose(4)
     assert drafter.context_length == 12
-    for part, before in zip((p for rows in drafter._read().layers for p in rows), kept, strict=True):
+    for part, before in zip((p for rows in drafter._context.layers for p in rows), kept, strict=True):
         assert torch.equal(part[:, :, :12], before)
     assert torch.equal(drafter.propose(3), first)
 
@@ -239,6 +243,37 @@ def test_a_failure_while_rows_are_kept_leaves_the_context_as_it_was(
     assert torch.equal(drafter.propose(1), before)
 
 
+@pytest.mark.parametrize("length", [0, 5, 9, 10, 12])
+def test_rows_that_cannot_be_taken_in_are_given_up_without_a_look(length: int) -> None:
+    """Else one bad row would fail every later text, whatever it has to do with it."""
+
+    def fail(*_: object) -> None:
+        raise Interrupted
+
+    spared, _ = bound_drafter(layered("f", "f"))
+    struck, _ = bound_drafter(layered("f", "f"))
+    for each in (spared, struck):
+        each.observe(features_of(9))
+        each.propose(1)
+        each.observe(features_of(3, seed=2))
+    hook = struck.fc.register_forward_hook(fail)
+    with pytest.raises(Interrupted):
+        struck.propose(1)
+    assert struck.context_length == 12 and struck.crop_floor == 0
+    kept = struck.snapshot()
+    struck.crop(length)
+    hook.remove()
+    spared.crop(length)
+    assert struck.context_length == length
+    assert torch.equal(struck.propose(1), spared.propose(1))
+    struck.restore(kept)
+    spared.reset()
+    for rows, seed in ((9, 1), (3, 2)):
+        spared.observe(features_of(rows, seed=seed))
+    assert struck.context_length == 12
+    assert close(struck.propose(1), spared.propose(1), 1e-10)
+
+
 def test_rows_wait_until_they_are_many_or_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     """So a token of plain decoding costs no pass over the drafter's weights; what is proposed is the same."""
     monkeypatch.setattr(drafter_module, "AT_ONCE", 8)
@@ -271,6 +306,6 @@ def test_features_of_another_shape_are_refused(shape: tuple[int, ...]) -> None:
 def test_nothing_kept_or_proposed_carries_a_gradient_and_the_grad_mode_stays() -> None:
     drafter, _ = bound_drafter(layered("s", "f"))
     drafter.observe(features_of(9).requires_grad_())
-    assert all(part.grad_fn is None and not part.requires_grad for rows in drafter._read().layers for part in rows)
+    assert all(part.grad_fn is None and not part.requires_grad for rows in drafter._context.layers for part in rows)
     assert not drafter.propose(1).requires_grad
     assert torch.is_grad_enabled()

@@ -1,11 +1,11 @@
 """The tool that runs the full grid: what it reports, and that it would report a fault."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from torch import Tensor
 
 from ddtree import Acceptance, DraftTree, accept
 from tools import exactness
@@ -31,11 +31,11 @@ def test_a_sound_loop_has_no_faults(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_walk_that_takes_what_was_drafted_is_a_fault_with_its_place(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def credulous(tree: DraftTree, drawn: Tensor) -> Acceptance:
+    def credulous(tree: DraftTree, drawn: Sequence[int]) -> Acceptance:
         path, bonus = accept(tree, drawn)
         return Acceptance([0, 1], bonus) if len(path) == 1 < len(tree.topology) else Acceptance(path, bonus)
 
-    monkeypatch.setattr("ddtree.loop.accept", credulous)
+    monkeypatch.setattr("ddtree.loop.follow", credulous)
     assert exactness.main(FEW) == 1
     found = report(capsys)
     faults = [fault for outcome in found["dtypes"].values() for fault in outcome["faults"]]

@@ -46,11 +46,11 @@ def test_a_stop_id_ends_the_output_wherever_in_a_round_it_stands(make: type[Scri
 def test_a_stop_id_comes_as_prefill_token_first_child_later_sibling_and_bonus(monkeypatch: pytest.MonkeyPatch) -> None:
     walks: list[tuple[DraftTree, Acceptance]] = []
 
-    def spy(tree: DraftTree, drawn: Tensor) -> Acceptance:
+    def spy(tree: DraftTree, drawn: Sequence[int]) -> Acceptance:
         walks.append((tree, accept(tree, drawn)))
         return walks[-1][1]
 
-    monkeypatch.setattr("ddtree.loop.accept", spy)
+    monkeypatch.setattr("ddtree.loop.follow", spy)
     roles: set[str] = set()
     for stop in sorted(set(TRUTH[:25])):
         for seed in range(2):

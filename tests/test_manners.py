@@ -219,7 +219,7 @@ def test_nothing_that_is_handed_out_or_kept_has_a_graph() -> None:
     for _ in range(2):
         list(session.turn([*session.ids, *PROMPT], max_new_tokens=6))
     kept = [t for layer in session._cache for t in layer.tensors()]
-    kept += [t for rows in drafter._read().layers for t in rows]
+    kept += [t for rows in drafter._context.layers for t in rows]
     kept += [t for each in session._store._kept.values() for layer in each.cache for t in layer.tensors()]
     assert kept and all(t.grad_fn is None and not t.requires_grad for t in kept)
     assert torch.is_grad_enabled()

@@ -349,12 +349,12 @@ def test_budgets_that_are_decided_leave_the_law_as_it_is() -> None:
 def test_a_walk_that_prefers_the_first_child_is_caught_in_generate(monkeypatch: pytest.MonkeyPatch) -> None:
     draw = random.Random(1)
 
-    def biased(tree: DraftTree, drawn: Tensor) -> Acceptance:
+    def biased(tree: DraftTree, drawn: Sequence[int]) -> Acceptance:
         if len(tree.topology) > 1 and draw.random() < 0.5:
-            drawn = drawn.index_fill(0, torch.tensor([0]), int(tree.tokens[1]))
+            drawn = [int(tree.tokens[1]), *drawn[1:]]
         return accept(tree, drawn)
 
-    monkeypatch.setattr("ddtree.loop.accept", biased)
+    monkeypatch.setattr("ddtree.loop.follow", biased)
     assert misfit(build_tree, "one token only", 200) < LAWS
 
 

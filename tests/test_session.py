@@ -21,7 +21,7 @@ import ddtree.loop
 import ddtree.recorded_drafter
 import qwen_gdn.committed
 import qwen_gdn.program_set
-from ddtree import DFlashConfig, DFlashDrafter, End, NoDrafts, Round, Step, Stream, generate, make_sampler
+from ddtree import DFlashConfig, DFlashDrafter, End, NoDrafts, Round, Step, Stream, generate, make_sampler, stream
 from ddtree.boundaries import Boundaries
 from ddtree.recorded_drafter import RecordedDrafter
 from ddtree.session import Session
@@ -275,6 +275,50 @@ def test_a_failed_turn_leaves_a_session_that_can_be_used(site: str) -> None:
             list(usual)
             assert usual.ids == plain(tuple(again), 5)
             check_step(session)
+
+
+@pytest.mark.case(24)
+def test_rows_that_a_drafter_cannot_take_in_fail_no_other_conversation() -> None:
+    """They wait in the drafter when the turn fails, and must not be looked at again by turns that give them up."""
+    drafter = drafter_of("s", "f", window=6)
+    session = Session(MODEL, drafter, SPELLING)
+
+    def refuse(*_: object) -> None:
+        raise OSError
+
+    for conversation in (ids_of(0, 7), ids_of(1, 9)):
+        hook = drafter.fc.register_forward_hook(refuse)
+        with pytest.raises(OSError):
+            list(session.turn(conversation, max_new_tokens=5))
+        hook.remove()
+        for other in (ids_of(2, 7), [*ids_of(2, 7), *ids_of(3, 4)]):
+            usual = session.turn(other, max_new_tokens=5)
+            list(usual)
+            assert usual.ids == plain(tuple(other), 5)
+            check_step(session)
+
+
+@pytest.mark.parametrize("what", [None, 5, {"role": "user", "content": "x"}, iter([1, 2])])
+def test_what_is_no_conversation_is_refused_in_one_line(what: Any) -> None:
+    session = Session(MODEL, drafter_of("f"), SPELLING)
+    with pytest.raises(ValueError, match="conversation: needs token ids, a text, or a list of messages, got"):
+        session.turn(what, max_new_tokens=3)
+
+
+def test_what_is_no_model_drafter_or_tokenizer_is_refused_in_one_line() -> None:
+    drafter = drafter_of("f")
+    for given, said in (
+        ((drafter, MODEL, SPELLING), "a target must have the methods new_cache, embed, logits, got"),
+        ((MODEL, None, SPELLING), "a drafter must have the methods bind, reset, observe, propose, got None"),
+        ((MODEL, DFlashDrafter, SPELLING), "a class; make one of it"),
+        ((MODEL, drafter, None), "a tokenizer must have the methods piece, got None"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            Session(*given)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="a proposer must have the methods bind, reset, observe, propose, got None"):
+        generate(MODEL, None, [1, 2], max_new_tokens=3)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="a tokenizer must have the methods piece, got None"):
+        stream(MODEL, drafter, [1, 2], tokenizer=None, max_new_tokens=3)  # type: ignore[arg-type]
 
 
 def check_ids(session: Session, possible: tuple[list[int], list[int], list[int]]) -> None:
