@@ -318,7 +318,7 @@ def test_what_is_no_model_drafter_or_tokenizer_is_refused_in_one_line() -> None:
     with pytest.raises(ValueError, match="a proposer must have the methods bind, reset, observe, propose, got None"):
         generate(MODEL, None, [1, 2], max_new_tokens=3)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="a tokenizer must have the methods piece, got None"):
-        stream(MODEL, drafter, [1, 2], tokenizer=None, max_new_tokens=3)  # type: ignore[arg-type]
+        stream(MODEL, drafter, None, [1, 2], max_new_tokens=3)  # type: ignore[arg-type]
 
 
 def check_ids(session: Session, possible: tuple[list[int], list[int], list[int]]) -> None:
