@@ -2,8 +2,8 @@
 
 An eager step of a large hybrid waits for a thousand kernel launches; a replayed one for memory alone. `Engine` has
 the model's own face, so that decoding and drafting loops need not know which of the two they drive. One token and
-trees of up to the largest size are programs, and so are pieces of a prompt
-where sizes for them are given; everything else (batches, rollback) is the model's own forward on the same cache.
+trees of up to the largest size are programs, and so are pieces of a prompt where sizes for them are given; everything
+else (batches, rollback) is the model's own forward on the same cache.
 """
 
 import weakref

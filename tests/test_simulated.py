@@ -40,7 +40,7 @@ def test_draws_follow_the_chances_that_the_drafter_states(setting: tuple[Setting
     profile = PROFILES["fair"]
     made = Simulation(drafter, profile, 97)
     chances = profile.chances(7)
-    drawn, count = torch.zeros(7, 98), 400
+    drawn, count = torch.zeros(7, 98), 200
     logits = torch.zeros(8, 97)
     for _ in range(count):
         said = made.propose(3)
@@ -54,7 +54,7 @@ def test_draws_follow_the_chances_that_the_drafter_states(setting: tuple[Setting
 
 def test_every_budget_runs_under_every_profile(setting: tuple[Setting, Shape], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(simulated, "WARM", 3)
-    monkeypatch.setattr(simulated, "ROUNDS", 8)
+    monkeypatch.setattr(simulated, "ROUNDS", 6)
     kept: list[int] = []
     found = simulated.measure(*setting, lambda found: kept.append(len(found["prefixes"])))
     assert kept == [*range(1, 5)]
