@@ -5,7 +5,6 @@ It knows no trees and no acceptance, and nothing it proposes can change what the
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from copy import copy
 from typing import Any, NamedTuple, Protocol, Self, cast
 
 import torch
@@ -201,8 +200,19 @@ class DFlashDrafter(nn.Module):
 
     def replica(self) -> Self:
         """Another proposer of these weights, unbound, that has observed nothing."""
-        other = copy(self)
+        other = self._sharing()
         other.reset()
+        return other
+
+    def __copy__(self) -> Self:
+        """Another proposer of these weights, unbound, with a context of its own that holds the same."""
+        other = self._sharing()
+        other._context = self._copied(self._context)
+        return other
+
+    def _sharing(self) -> Self:
+        other = type(self).__new__(type(self))
+        other.__setstate__(self.__getstate__())  # type: ignore[no-untyped-call]
         return other
 
     @torch.no_grad()

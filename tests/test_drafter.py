@@ -1,5 +1,6 @@
 """The drafter as a proposer: what it feeds itself, what it keeps, and what it refuses."""
 
+import copy
 from collections.abc import Callable
 
 import pytest
@@ -241,6 +242,26 @@ def test_a_failure_while_rows_are_kept_leaves_the_context_as_it_was(
             drafter.observe(features_of(3))
     assert drafter.context_length == 10
     assert torch.equal(drafter.propose(1), before)
+
+
+def test_a_copy_goes_on_from_the_same_context_without_touching_it() -> None:
+    drafter, target = bound_drafter(layered("s", "f"))
+    alike, _ = bound_drafter(layered("s", "f"))
+    for each in (drafter, alike):
+        for rows in (70, 3, 1):  # now the full layer's buffer has room, and a row waits
+            each.observe(features_of(rows, seed=rows))
+            if rows > 1:
+                each.propose(1)
+    other = copy.copy(drafter)
+    assert other.fc.weight is drafter.fc.weight
+    with pytest.raises(RuntimeError, match="no target is bound"):
+        other.propose(1)
+    other.bind(target)
+    assert torch.equal(other.propose(1), drafter.propose(1))
+    for each, seed in ((drafter, 8), (other, 9), (alike, 8)):
+        each.observe(features_of(2, seed=seed))
+    other.propose(1)
+    assert close(drafter.propose(1), alike.propose(1), 1e-12)
 
 
 @pytest.mark.parametrize("length", [0, 5, 9, 10, 12])
