@@ -169,12 +169,12 @@ class DFlashDrafter(nn.Module):
         """Forgets the rows from `length` on; ValueError, and no change, below `crop_floor` or past the end."""
         now = self._context
         check_crop(length, self.crop_floor, now.observed)
-        if length < now.length:
+        if length <= now.length:
             kept = zip(self.config.layer_types, now.layers, strict=False)
             self._context = _Context(length, tuple(self._first(kind, rows, length) for kind, rows in kept))
         else:
-            waiting = torch.cat(now.waiting, dim=1)[:, : length - now.length].clone() if now.waiting else None
-            self._context = now._replace(waiting=() if waiting is None else (waiting,))
+            waiting = torch.cat(now.waiting, dim=1)[:, : length - now.length].clone()
+            self._context = now._replace(waiting=(waiting,))
 
     def snapshot(self) -> _Context:
         """A copy of the context, for `restore`, in storage of exactly its size."""

@@ -67,8 +67,13 @@ class NoDrafts:
         self.context_length = kept.length
 
 
+def checked_proposer(what: str, drafter: object) -> None:
+    """Raises ValueError unless this has a proposer's methods."""
+    checked_methods(what, drafter, "bind", "reset", "observe", "propose")
+
+
 def bound_layers(drafter: Proposer, target: HybridModel) -> tuple[LayerId, ...]:
     """Binds a proposer to the target; the layers that it reads, ValueError if there are no such layers."""
-    checked_methods("drafter: a proposer", drafter, "bind", "reset", "observe", "propose")
+    checked_proposer("drafter: a proposer", drafter)
     drafter.bind(target)
     return checked_layers(drafter.layers, target.config.num_hidden_layers, "drafter: layers")

@@ -18,7 +18,7 @@ from weights.tokenizer import Tokenizer
 from .boundaries import Boundaries, Boundary
 from .contexts import Rewindable
 from .loop import Round, generate
-from .proposer import NoDrafts, Proposer
+from .proposer import NoDrafts, Proposer, checked_proposer
 from .streaming import Drafting, Stream, ending
 
 _FIRST = 256  # tokens that memory is made for to begin with, if no capacity is stated
@@ -65,7 +65,7 @@ class Session:
     ) -> None:
         checked_count("store_bytes", store_bytes, 0)
         checked_methods("session: a target", target, "new_cache", "embed", "logits")
-        checked_methods("session: a drafter", drafter, "bind", "reset", "observe", "propose")
+        checked_proposer("session: a drafter", drafter)
         checked_methods("session: a tokenizer", tokenizer, "piece")
         self.capacity = _capacity(capacity, target.config.max_position_embeddings)
         drafter.bind(target)

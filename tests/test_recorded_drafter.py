@@ -29,15 +29,21 @@ def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ddtree.recorded_drafter, "compiled", lambda function: function)
 
 
+def alike(config: DFlashConfig, dtype: torch.dtype) -> tuple[RecordedDrafter, DFlashDrafter]:
+    """A drafter by programs and the same one itself, both bound."""
+    theirs, _ = bound_drafter(config, dtype)
+    drafter, target = bound_drafter(config, dtype)
+    ours = RecordedDrafter(drafter)
+    ours.bind(target)
+    return ours, theirs
+
+
 def check_course(
     kind: dict[str, Any], dtype: torch.dtype, tolerance: float, first: int | None = None, every: int = 1
 ) -> None:
     """Rows observed in many pieces; something is proposed after every so many of them, the others wait."""
     config = layered(*kind["types"], **{k: v for k, v in kind.items() if k != "types"})
-    theirs, _ = bound_drafter(config, dtype)
-    drafter, target = bound_drafter(config, dtype)
-    ours = RecordedDrafter(drafter)
-    ours.bind(target)
+    ours, theirs = alike(config, dtype)
     assert close(ours.propose(2), theirs.propose(2), tolerance)  # no context yet
     for number, rows in enumerate(COURSE[first:]):
         features = features_of(rows, seed=number, dtype=dtype)
@@ -65,11 +71,7 @@ def test_a_context_longer_than_its_buffer_moves_to_a_longer_one(monkeypatch: pyt
 
 @pytest.mark.usefixtures("uncompiled")
 def test_rows_that_wait_are_part_of_what_is_kept_and_cropped() -> None:
-    config = layered("f", "f")
-    theirs, _ = bound_drafter(config)
-    drafter, target = bound_drafter(config)
-    ours = RecordedDrafter(drafter)
-    ours.bind(target)
+    ours, theirs = alike(layered("f", "f"), torch.float64)
     kept = []
     for proposer in (ours, theirs):
         for rows in (9, 2, 1):

@@ -51,10 +51,12 @@ class Simulation:
 
     def __init__(self, drafter: RecordedDrafter, profile: Profile, vocab: int, seed: int = 0) -> None:
         self._drafter = drafter
-        self._chances = profile.chances(drafter.drafter.config.block_size - 1)
+        chances = profile.chances(drafter.drafter.config.block_size - 1)
+        rest = (1 - chances.sum(1, keepdim=True)).clamp_min(0)
+        self._chances = torch.cat((rest, chances), 1)  # of token 0, which is never drafted, and of the drafted ones
         self._draw = torch.Generator().manual_seed(seed)
-        said = torch.full((len(self._chances), vocab), -30.0)
-        said[:, 1 : RANKS + 1] = self._chances.log()
+        said = torch.full((len(chances), vocab), -30.0)
+        said[:, 1 : RANKS + 1] = chances.log()
         self._said = said.to(drafter.drafter.fc.weight.device)
         self._coming = [0]
 
@@ -73,9 +75,7 @@ class Simulation:
 
     def propose(self, root: int) -> Tensor:
         self._drafter.propose(root)
-        rest = 1 - self._chances.sum(1, keepdim=True)
-        drawn = torch.multinomial(torch.cat((rest, self._chances), 1).clamp_min(0), 1, generator=self._draw)
-        self._coming = drawn[:, 0].tolist()
+        self._coming = torch.multinomial(self._chances, 1, generator=self._draw)[:, 0].tolist()
         return self._said
 
     def __call__(self, logits: Tensor) -> Tensor:
