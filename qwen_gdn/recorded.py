@@ -139,12 +139,18 @@ def _stream(device: int) -> torch.cuda.Stream:
 
 
 @cache
-def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, compiled for exactly the shapes it meets."""
+def compiled(function: Callable[..., Any], *, searched: bool = False) -> Callable[..., Any]:
+    """The function, compiled for exactly the shapes it meets.
+
+    Args:
+        searched: on CUDA, sizes of kernels' tiles are also tried beside the few that the compiler tries by itself,
+            which takes about two seconds for each kernel.
+    """
     options: dict[str, Any] = {}
     if torch.cuda.is_available():
+        options["coordinate_descent_tuning"] = searched
         # From Hopper on a kernel may start while the one before it ends, which hides most of a launch inside a graph.
-        options = {"triton.enable_pdl": torch.cuda.get_device_capability() >= (9, 0)}
+        options["triton.enable_pdl"] = torch.cuda.get_device_capability() >= (9, 0)
     return torch.compile(function, fullgraph=True, dynamic=False, options=options)
 
 

@@ -1,6 +1,7 @@
 """Linear maps in eight bits: against sums by hand in float64, and models of them in every way that models are run."""
 
 import copy
+import random
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -13,12 +14,13 @@ from tiny import EXPERTS, gap, random_tokens, seeded, tiny_model, tiny_raw
 from torch import Tensor, nn
 
 import ddtree.recorded_drafter
-import qwen_gdn.fp8
+import qwen_gdn.block_products
 import qwen_gdn.program_set
 from ddtree import generate
 from qwen_gdn import ModelConfig, QwenGDN, Topology, decode
+from qwen_gdn.block_products import E4M3, Part, cut, expanded, multiplies_blocks
 from qwen_gdn.engine import Engine
-from qwen_gdn.fp8 import E4M3, FP8Linear, expanded, multiplies_blocks, quantised
+from qwen_gdn.fp8 import FP8Linear, quantised
 from qwen_gdn.joined import ReadsOnce, join_projections
 from qwen_gdn.recorded import Recorded, compiled, program_settings, unannounced
 from tools.measure.exactness import Referee
@@ -148,6 +150,36 @@ def test_eager_compiled_and_recorded_products_agree(device: str) -> None:
             assert max(each) <= 1e-2 and gap(found, linear(given)) <= 1e-2, rows
 
 
+@pytest.mark.parametrize("units", [4, 12], ids=["a row of blocks is left", "a part for each of two"])
+def test_products_in_parts_are_those_of_the_whole(units: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a device's units are kept busy; here the parts are multiplied one after another."""
+    monkeypatch.setattr(qwen_gdn.block_products, "_units", torch.compiler.assume_constant_result(lambda *_: units))
+    linear = linear_map(80, 512, (16, 32))  # 5 by 16 blocks
+    assert len(cut(17, 5, 16, units)) == {4: 3, 12: 2}[units]
+    for dtype, tolerance in ((torch.bfloat16, 1e-2), (torch.float32, 2e-6)):
+        x = activations(17, 512, dtype)
+        with program_settings("cpu"):
+            found = compiled(lambda x: linear(x))(x)
+        each = [gap(a, b) for a, b in zip(found, by_hand(linear, x), strict=True)]
+        assert found.dtype == dtype and max(each) <= tolerance
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_parts_cover_a_weight_once(seed: int) -> None:
+    rng = random.Random(seed)
+    tall, wide, units = rng.randint(1, 300), 4 * rng.randint(1, 40), rng.choice((0, 1, 7, 132))
+    covered = torch.zeros(tall, wide, dtype=torch.int64)
+    parts = cut(64, tall, wide, units)
+    for part in parts:
+        part.of(covered).add_(1)
+        assert part.left % 4 == 0 and part.right % 4 == 0  # scales come in fours
+    assert (covered == 1).all()
+    assert cut(1, tall, wide, units) == cut(129, tall, wide, units) == [Part(0, tall, 0, wide)]
+    if len(parts) > 1:  # no more parts than units are free, after whole rounds of all of them
+        last = [part for part in parts if part.bottom == tall]
+        assert sum(part.bottom - part.top for part in last) <= units and last[0].top % units == 0
+
+
 def _applied(linear: nn.Module, x: Tensor) -> Tensor:
     out: Tensor = linear(x)
     return out
@@ -173,10 +205,11 @@ def test_no_cast_reaches_numbers_or_scales(change: str) -> None:
 
 
 def test_a_weight_is_expanded_a_part_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(qwen_gdn.fp8, "_STRIPE", 50)  # three blocks of rows, the last part a shorter one
+    monkeypatch.setattr(qwen_gdn.block_products, "_STRIPE", 50)  # three blocks of rows, the last part a shorter one
     linear, x = linear_map(112, 96, (16, 32)), activations(5, 96, torch.float32)
     seen = []
-    monkeypatch.setattr(qwen_gdn.fp8, "expanded", lambda part, *rest: seen.append(len(part)) or expanded(part, *rest))
+    watched = lambda part, *rest: seen.append(len(part)) or expanded(part, *rest)  # noqa: E731
+    monkeypatch.setattr(qwen_gdn.block_products, "expanded", watched)
     assert gap(linear(x), by_hand(linear, x)) <= 2e-6 and seen == [48, 48, 16]
 
 

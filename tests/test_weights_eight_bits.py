@@ -15,7 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import weights.shards
 from qwen_gdn import ModelConfig, QwenGDN
-from qwen_gdn.fp8 import FP8Linear, expanded
+from qwen_gdn.block_products import expanded
+from qwen_gdn.fp8 import FP8Linear
 from weights import CheckpointError, load_mtp, load_target
 
 FORM = {

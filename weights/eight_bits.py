@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from qwen_gdn.fp8 import has_whole_blocks, is_multiplied
+from qwen_gdn.block_products import has_whole_blocks, is_multiplied
 from qwen_gdn.quantised import PROJECTIONS, BlockFP8
 
 from .files import CheckpointError, listed

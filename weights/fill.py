@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from qwen_gdn.fp8 import E4M3
+from qwen_gdn.block_products import E4M3
 from qwen_gdn.quantised import BlockFP8
 
 from .eight_bits import FP8

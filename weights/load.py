@@ -18,8 +18,9 @@ from torch import Tensor, nn
 
 from ddtree import drafters
 from ddtree.drafter import DFlashDrafter
+from qwen_gdn.block_products import expanded
 from qwen_gdn.config import ModelConfig
-from qwen_gdn.fp8 import expanded, keep_in_eight_bits
+from qwen_gdn.fp8 import keep_in_eight_bits
 from qwen_gdn.model import QwenGDN
 from qwen_gdn.mtp import MTP, MTPConfig
 from qwen_gdn.quantised import BlockFP8

@@ -33,8 +33,3 @@ def draw_eight_bits(model: nn.Module) -> None:
                 drawn = torch.randn(rows.shape, device=rows.device) * _SPREAD
                 rows.copy_(drawn.clamp_(-GREATEST, GREATEST))
             part.weight_scale_inv.uniform_(*_SCALES)
-
-
-def is_in_eight_bits(model: nn.Module) -> bool:
-    """Whether some linear map of the model is."""
-    return any(isinstance(part, FP8Linear) for part in model.modules())

@@ -20,9 +20,9 @@ from ddtree.recorded_drafter import RecordedDrafter
 from qwen_gdn import Branch, HybridCache, ModelConfig, QwenGDN, Topology, greedy, prefill
 from qwen_gdn.decode import HybridModel
 from qwen_gdn.engine import Engine
+from qwen_gdn.fp8 import is_in_eight_bits
 from qwen_gdn.model import LayerId
 from qwen_gdn.recorded import Announce
-from tools.measure.eight_bits import is_in_eight_bits
 from tools.measure.floor import Floor, experts_used
 from tools.measure.instruments import (
     PROFILED,
@@ -37,7 +37,7 @@ from tools.parity.theirs import twin
 
 MOST = 14  # kernels that are listed of a forward
 WATCHED = 3  # rounds whose waits are counted
-SPARE = 2048  # rows that the measurements at one prefix may add
+COMMITTED = 8  # nodes of the path that a commit is timed with
 
 
 class Shape(NamedTuple):
@@ -86,7 +86,7 @@ def measure(setting: Setting, shape: Shape, keep: Callable[[dict[str, Any]], obj
     found["weights_bytes"] = sum(p.nbytes for model in (target, drafter.drafter) for p in model.parameters())
     say(f"weights of both {found['weights_bytes'] / 2**30:.2f} GiB")
     found["prefixes"] = []
-    cache = engine.new_cache(max(shape.prefixes) + SPARE * len(shape.prefixes))
+    cache = engine.new_cache(max(shape.prefixes) + spare(shape))
     for at_prefix in engine_figures(shape, engine, drafter, cache, clock, floor, say):
         found["prefixes"].append(at_prefix)
         keep(found)
@@ -116,13 +116,13 @@ def engine_figures(
     floor: Floor,
     say: Callable[[str], None],
 ) -> Iterator[dict[str, Any]]:
-    """The engine at each prefix, one after another on one growing cache."""
+    """The engine at each prefix, one after another on one cache."""
     target = engine.model
     draw = torch.Generator().manual_seed(0)
     for prefix in shape.prefixes:
-        fed = max(prefix - cache.length, 0)
-        prompt = torch.randint(0, target.config.vocab_size, (1, fed), generator=draw)
-        feed(target, drafter, prompt, cache)
+        cache.crop(0)
+        drafter.reset()
+        feed(target, drafter, torch.randint(0, target.config.vocab_size, (1, prefix), generator=draw), cache)
         found: dict[str, Any] = {"prefix": prefix, "cache_bytes": cache.nbytes}
 
         found["plain_ms"] = clock.each(stepping(engine, cache))
@@ -147,6 +147,13 @@ def engine_figures(
             )
         say(f"  most memory during these {gibibytes(most())}, of it the cache {gibibytes(found['cache_bytes'])}")
         yield found
+
+
+def spare(shape: Shape) -> int:
+    """Rows that the measurements at one prefix add at most."""
+    commits = len(shape.sizes) * COMMITTED * (shape.repeats + 1)
+    rounds = (len(shape.sizes) + 1) * sum(length * (shape.repeats + WATCHED + 2) + 1 for length in shape.accepted)
+    return commits + rounds + 2 * max(shape.sizes)
 
 
 def feed(engine: HybridModel, drafter: RecordedDrafter, prompt: Tensor, cache: HybridCache) -> None:
@@ -188,7 +195,7 @@ def tree_figures(
     held = verify().nbytes
 
     def commit() -> None:
-        cache.commit(topology.path(min(size, 8) - 1))
+        cache.commit(topology.path(min(size, COMMITTED) - 1))
 
     commits: list[float] = []
     while len(commits) <= clock.repeats:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from qwen_gdn import QwenGDN
-from qwen_gdn.fp8 import E4M3
+from qwen_gdn.block_products import E4M3
 from tools.measure.eight_bits import draw_eight_bits, put_in_eight_bits
 
 PROFILED = 3  # calls whose kernels are listed
