@@ -10,6 +10,9 @@
     python tools/bench.py --simulated --target-config FILE --drafter-config FILE
                                            the same, with acceptance simulated from stated profiles: fixed budgets and
                                            an automatic one at each context
+    python tools/bench.py --forwards --target-config FILE FILE ...
+                                           the plain step and verifies of several targets in one run, each beside its
+                                           read floor and the first target
 
 Speed and acceptance run greedily and without stop ids, so that all modes write the same tokens. They are compared:
 outputs that differ by more than rounding are refused, with the place and the float64 gap. Accepted length (tau) is
@@ -37,6 +40,7 @@ from qwen_gdn.stated import read_object
 from tools.measure import tables
 from tools.measure.acceptance import in_use, teacher_forced
 from tools.measure.batch import measure as measure_batch
+from tools.measure.forwards import measure as measure_forwards
 from tools.measure.gpu import Setting, Shape
 from tools.measure.gpu import measure as measure_gpu
 from tools.measure.options import DTYPES, circumstances, parse
@@ -61,7 +65,9 @@ class Result(NamedTuple):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = parse((__doc__ or "").split("\n\n")[0], (speed, acceptance, batch, builder, gpu, simulated), arguments)
+    options = parse(
+        (__doc__ or "").split("\n\n")[0], (speed, acceptance, batch, builder, gpu, simulated, forwards), arguments
+    )
     torch.set_num_threads(options.threads)
     try:
         result = options.measure(options)
@@ -143,37 +149,62 @@ def simulated(options: argparse.Namespace) -> Result:
     return _on_device(options, measure_simulated)
 
 
+def forwards(options: argparse.Namespace) -> Result:
+    """Times of plain steps and verifies of several targets."""
+    files = options.target_config
+    names = [f"{file.parent.name}/{file.stem}" for file in files]
+    if len(set(names)) < len(names):
+        raise ValueError(f"two of the configs go by one name, {', '.join(sorted(names))}; rename a file")
+    run = _Run(options)
+    targets = {name: run.shape(file, None) for name, file in zip(names, files, strict=True)}
+    return run.result(measure_forwards(targets, options.device, run.dtype, run.announce, run.say, run.keep))
+
+
 def _on_device(options: argparse.Namespace, measured: Callable[..., dict[str, Any]]) -> Result:
     """Figures of random weights of the configs' shapes."""
-    lines: list[str] = []
+    run = _Run(options)
+    shape = run.shape(options.target_config[0], options.drafter_config)
+    setting = Setting.of(shape, options.device, run.dtype, run.announce, run.say)
+    return run.result(measured(setting, shape, run.keep))
 
-    def say(line: str) -> None:
+
+class _Run:
+    """A long measurement on a device: it says what it finds as it goes, and keeps it."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self._options = options
+        self._lines: list[str] = []
+        self.dtype = DTYPES[options.dtype or ("bfloat16" if options.device.type == "cuda" else "float32")]
+
+    def shape(self, target: Path, drafter: Path | None) -> Shape:
+        options = self._options
+        return Shape(
+            target=_parsed(target, options.layers),
+            drafter=_parsed(drafter, None) if drafter else {},
+            sizes=options.sizes,
+            prefixes=options.prefixes,
+            accepted=(1, 4, 8, 16),
+            chunks=options.chunks,
+            repeats=max(options.rounds, 2),
+        )
+
+    def say(self, line: str) -> None:
         print(line, file=sys.stderr, flush=True)
-        lines.append(line)
+        self._lines.append(line)
 
     @contextmanager
-    def announce(program: str) -> Iterator[None]:
+    def announce(self, program: str) -> Iterator[None]:
         start = time.perf_counter()
         yield
         print(f"prepared {program} in {time.perf_counter() - start:.1f} s", file=sys.stderr, flush=True)
 
-    shape = Shape(
-        target=_parsed(options.target_config, options.layers),
-        drafter=_parsed(options.drafter_config, None),
-        sizes=options.sizes,
-        prefixes=options.prefixes,
-        accepted=(1, 4, 8, 16),
-        chunks=options.chunks,
-        repeats=max(options.rounds, 2),
-    )
-    dtype = DTYPES[options.dtype or ("bfloat16" if options.device.type == "cuda" else "float32")]
+    def keep(self, found: dict[str, Any]) -> None:
+        if self._options.keep:
+            self._options.keep.write_text(json.dumps(found))
 
-    def keep(found: dict[str, Any]) -> None:
-        if options.keep:
-            options.keep.write_text(json.dumps(found))
-
-    figures = measured(Setting.of(shape, options.device, dtype, announce, say), shape, keep)
-    return Result(lines, figures | {"device_name": _device_name(options.device), "compute_dtype": str(dtype)})
+    def result(self, figures: dict[str, Any]) -> Result:
+        device = {"device_name": _device_name(self._options.device), "compute_dtype": str(self.dtype)}
+        return Result(self._lines, figures | device)
 
 
 def _parsed(file: Path, layers: int | None) -> dict[str, Any]:
