@@ -47,15 +47,21 @@ class _Context(NamedTuple):
     past `length` are scratch.
 
     waiting: features of the rows after these, observed but not projected yet.
+    held: how many rows these are.
     """
 
     length: int
     layers: tuple[Rows, ...]
     waiting: tuple[Tensor, ...] = ()
+    held: int = 0
 
     @property
     def observed(self) -> int:
-        return self.length + sum(features.shape[1] for features in self.waiting)
+        return self.length + self.held
+
+    def followed_by(self, features: Tensor) -> "_Context":
+        """With rows that wait after the others."""
+        return _Context(self.length, self.layers, (*self.waiting, features), self.held + features.shape[1])
 
     @property
     def nbytes(self) -> int:
@@ -173,8 +179,9 @@ class DFlashDrafter(nn.Module):
             kept = zip(self.config.layer_types, now.layers, strict=False)
             self._context = _Context(length, tuple(self._first(kind, rows, length) for kind, rows in kept))
         else:
-            waiting = torch.cat(now.waiting, dim=1)[:, : length - now.length].clone()
-            self._context = now._replace(waiting=(waiting,))
+            held = length - now.length
+            waiting = torch.cat(now.waiting, dim=1)[:, :held].clone()
+            self._context = _Context(now.length, now.layers, (waiting,), held)
 
     def snapshot(self) -> _Context:
         """A copy of the context, for `restore`, in storage of exactly its size."""
@@ -190,7 +197,7 @@ class DFlashDrafter(nn.Module):
             pairs = zip(context.layers, counts, strict=False)
             layers = tuple(Rows(*(part[:, :, :count].clone() for part in rows)) for rows, count in pairs)
             waiting = tuple(features.clone() for features in context.waiting)
-        return _Context(context.length, layers, waiting)
+        return _Context(context.length, layers, waiting, context.held)
 
     def _first(self, kind: AttentionType, rows: Rows, length: int) -> Rows:
         """The first rows of a layer; those of a full layer stay in their buffer."""
@@ -215,7 +222,6 @@ class DFlashDrafter(nn.Module):
         other.__setstate__(self.__getstate__())  # type: ignore[no-untyped-call]
         return other
 
-    @torch.no_grad()
     def observe(self, features: Tensor) -> None:
         """Appends the rows of committed tokens to the context of every layer; if anything raises, of none.
 
@@ -229,12 +235,13 @@ class DFlashDrafter(nn.Module):
             ValueError: features have another shape.
         """
         self.check_features(features)
-        now, features = self._context, features.to(self.fc.weight.dtype)
-        if now.observed + features.shape[1] - now.length >= AT_ONCE:
-            self._context = self._read(now._replace(waiting=(*now.waiting, features)))
-        elif features.shape[1]:
-            self._context = now._replace(waiting=(*now.waiting, features.clone()))
+        now, rows = self._context, features.shape[1]
+        if now.held + rows >= AT_ONCE:
+            self._context = self._read(now.followed_by(features.to(self.fc.weight.dtype)))
+        elif rows:
+            self._context = now.followed_by(features.detach().to(self.fc.weight.dtype, copy=True))
 
+    @torch.no_grad()
     def _read(self, now: _Context) -> _Context:
         """The context with the rows that wait in its layers."""
         if not now.waiting:

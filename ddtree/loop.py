@@ -33,7 +33,7 @@ from .budget import Budget, checked_budget
 from .drafts import checked_tree, first_nodes, limited, pruned
 from .proposer import Proposer, bound_layers
 from .rows import Alone, Forwards, Row, Verified, ignored
-from .tree import Build, DraftTree, build_chain, build_tree, follow
+from .tree import Build, DraftTree, alone, build_tree, follow
 
 
 class Round(NamedTuple):
@@ -185,7 +185,7 @@ class Loop:
         room = row.given = row.budget.room(row.length, depth)
         checked_count("budget: the most nodes of a round", room, 0)
         if depth == 0 or room == 0:
-            return build_chain(row.root, torch.empty(0, 1), 0)
+            return alone(row.root)
         with self.on_stage("draft"):
             scores = limited(row.drafter.propose(row.root), depth)
         with self.on_stage("build"):
@@ -204,7 +204,7 @@ class Loop:
         branched = max(sizes) > 1
         with self.on_stage("verify"):
             hidden = self.forwards.verify(trees, branched)
-            logits = self.target.logits(torch.cat([states.final[0] for states in hidden]))
+            logits = self.target.logits(_joined([states.final[0] for states in hidden], 0))
             features = [_features(states) for states in hidden]
         with self.on_stage("sample"):
             parts = zip(trees.items(), logits.split(sizes), strict=True)
@@ -213,7 +213,9 @@ class Loop:
             paths = {number: [*done.path[: len(done.tokens)]] for number, done in walks.items()}
             # A device that was waiting for the walk has work at once, and does it while the commit is readied.
             for rows, (number, path) in zip(features, paths.items(), strict=True):
-                self.rows[number].drafter.observe(rows.index_select(1, indices(path, rows.device)))
+                if len(path) < rows.shape[1]:  # else the tree is this path, in order
+                    rows = rows.index_select(1, indices(path, rows.device))
+                self.rows[number].drafter.observe(rows)
             if branched:
                 self.forwards.commit(paths)
         for number, done in walks.items():
@@ -236,4 +238,8 @@ def _told(done: Verified) -> Round:
 
 def _features(hidden: Hidden) -> Tensor:
     """What a proposer observes of a forward, [1, T, layers · D]."""
-    return torch.cat(hidden.captured, dim=-1) if hidden.captured else hidden.final[..., :0]
+    return _joined(hidden.captured, -1) if hidden.captured else hidden.final[..., :0]
+
+
+def _joined(parts: Sequence[Tensor], dim: int) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat([*parts], dim)

@@ -43,6 +43,8 @@ class ScoredTree(DraftTree):
         return self.tokens, self.topology, self.log_probs
 
 
+_ROOT = Topology([-1])
+
 Build = Callable[[int, Tensor | Scores, int], DraftTree]
 """Makes a tree of at most a budget's nodes, the root not counted, from a root and what was proposed after it."""
 
@@ -97,6 +99,11 @@ def build_chain(root: int, scores: Tensor | Scores, budget: int) -> ScoredTree:
         return Siblings(tokens[:1], log_probs[:1])
 
     return grow(root, likeliest, budget)
+
+
+def alone(root: int) -> ScoredTree:
+    """A tree without drafts."""
+    return ScoredTree(torch.tensor([root]), _ROOT, (0.0,))
 
 
 def accept(tree: DraftTree, target_tokens: Tensor | Sequence[int]) -> Acceptance:
