@@ -370,6 +370,9 @@ NO_CUDA = pytest.mark.skipif(torch.cuda.is_available(), reason="asks for a devic
         (["--gpu"], "--gpu needs --target-config and --drafter-config"),
         (["--gpu", "--target-config", "/nope.json"], "--target-config: /nope.json is no file"),
         (["--gpu", "--sizes", ""], "--sizes: must be an integer from 2"),
+        (["--forwards"], "--forwards needs --target-config"),
+        (["--forwards", "--chunks", "64"], "--chunks is not used when forwards is measured"),
+        (["--gpu", "--target-config", *2 * [__file__], "--drafter-config", __file__], "measures one --target-config"),
     ],
 )
 def test_bench_refuses_bad_use_in_one_line(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

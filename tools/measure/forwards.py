@@ -31,16 +31,14 @@ def measure(
         floor = Floor.of(model, bandwidth)
         say(f"{name}: {sum(p.nbytes for p in model.parameters()) / 2**30:.2f} GiB at {bandwidth / 1e12:.2f} TB/s")
         engine = Engine(model, sizes=shape.sizes, announce=announce)
-        own: dict[str, Any] = floor._asdict() | {"prefixes": []}
+        own: dict[str, Any] = floor._asdict() | {"prefixes": {}}
         found["targets"][name] = own
-        for prefix in _at_prefixes(engine, shape, clock, floor):
-            first = next(iter(found["targets"].values()))["prefixes"]
-            own["prefixes"].append(prefix)
-            base = first[len(own["prefixes"]) - 1]
-            say(f"  prefix {prefix['prefix']}")
-            for forward, one in prefix["forwards"].items():
-                one["ratio"] = one["ms"] / base["forwards"][forward]["ms"]
-                say(f"    {forward}: {shown(one['ms'], floor, one['experts'])}, {one['ratio']:.3f} x the first's")
+        first = next(iter(found["targets"].values()))
+        for prefix, forward, one in _each(engine, shape, clock, floor):
+            own["prefixes"].setdefault(prefix, {})[forward] = one
+            one["ratio"] = one["ms"] / first["prefixes"][prefix][forward]["ms"]
+            taken = shown(one["ms"], floor, one["experts"])
+            say(f"  prefix {prefix}, {forward}: {taken}, {one['ratio']:.3f} x the first's")
             keep(found)
         del engine, model
         gc.collect()
@@ -49,7 +47,7 @@ def measure(
     return found
 
 
-def _at_prefixes(engine: Engine, shape: Shape, clock: Clock, floor: Floor) -> Iterator[dict[str, Any]]:
+def _each(engine: Engine, shape: Shape, clock: Clock, floor: Floor) -> Iterator[tuple[int, str, dict[str, Any]]]:
     """Milliseconds of each forward at each prefix, the bytes that it reads and its ratio to their floor."""
     cache = engine.new_cache(max(shape.prefixes) + 2 + clock.repeats + max(shape.sizes))
     draw = torch.Generator().manual_seed(0)
@@ -61,10 +59,17 @@ def _at_prefixes(engine: Engine, shape: Shape, clock: Clock, floor: Floor) -> It
         for size in shape.sizes:
             tokens = torch.arange(1, size + 1)
             forwards[f"verify {size}"] = (verifying(engine, cache, size, ()), tokens, spined(size))
-        found = {}
         for name, (run, tokens, topology) in forwards.items():
             taken = clock.each(run)
             experts = used_by(engine, cache, tokens, topology)
-            least = floor.milliseconds(experts)
-            found[name] = {"ms": taken, "experts": experts, "bytes": floor.bytes_read(experts), "floors": taken / least}
-        yield {"prefix": prefix, "forwards": found}
+            floors = taken / floor.milliseconds(experts)
+            yield (
+                prefix,
+                name,
+                {
+                    "ms": taken,
+                    "experts": experts,
+                    "bytes": floor.bytes_read(experts),
+                    "floors": floors,
+                },
+            )
