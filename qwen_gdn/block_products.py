@@ -5,8 +5,9 @@ the oracle of the other.
 
 A device's product gives each of its units a tile of 128 outputs and up to 128 rows at a time. A weight that has fewer
 tiles than the device has units, or a few more than a multiple of them, keeps only some busy; programs therefore cut it
-into parts whose products run at the same time. In a part of the columns they are sums still to be added up. A
-program's one row would leave most of a tile empty: it is multiplied by sums that a compiler makes of the weight.
+into parts whose products run at the same time. In a part of the columns they are sums still to be added up. Small
+products of the same rows at full width run beside them. A program's one row would leave most of a tile empty: it is
+multiplied by sums that a compiler makes of the weight.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .products import product
 from .recorded import compiled
 
 E4M3 = torch.float8_e4m3fn
@@ -28,6 +30,32 @@ _STRIPE = 4096  # rows of a weight that are expanded at once
 _TILE = 128  # rows up to which a unit's tile holds all of them
 _MOST_PARTS = 4
 _LEAST_PART = 8  # blocks of columns; a smaller part takes less than starting it
+
+
+class BlockRows(NamedTuple):
+    """Rows in eight bits.
+
+    numbers: float8_e4m3fn [N, D / block[1], block[1]]. Programs take these pieces as they are: a compiler would write
+        rows made of them in a pass of their own.
+    scales: float32 [N, D / block[1]], one of each piece.
+    """
+
+    numbers: Tensor
+    scales: Tensor
+
+
+class BlockWeight(NamedTuple):
+    """A weight in eight bits.
+
+    numbers: float8_e4m3fn [F, D].
+    scales: float32 [F / block[0], D / block[1]], without a rest.
+    laid: `laid_out` of the scales, without which programs that cut the weight do so at every call.
+    """
+
+    numbers: Tensor
+    scales: Tensor
+    block: tuple[int, int]
+    laid: Tensor | None = None
 
 
 class Part(NamedTuple):
@@ -85,30 +113,31 @@ def expanded(weight: Tensor, scales: Tensor, block: tuple[int, int], dtype: torc
     return out
 
 
-def block_products(
-    numbers: Tensor, factors: Tensor, weight: Tensor, scales: Tensor, block: tuple[int, int], dtype: torch.dtype
-) -> Tensor:
-    """Rows in eight bits by a weight in eight bits: [N, F] of the dtype.
+def block_products(rows: BlockRows, weight: BlockWeight, full: Tensor, others: Sequence[Tensor] = ()) -> list[Tensor]:
+    """Rows by a weight, and by each of the others at full width; programs run all these products at the same time.
 
     Args:
-        numbers: float8_e4m3fn [N, D]; on CUDA, N is a multiple of `GRAIN` unless it `is_summed`.
-        factors: float32 [N, D / block[1]], the scale of each piece of a row.
-        weight: float8_e4m3fn [F, D].
-        scales: float32 [F / block[0], D / block[1]], without a rest.
-        dtype: of the rows that the numbers stand for.
+        rows: on CUDA, a multiple of `GRAIN` of them unless one `is_summed`.
+        full: the rows that those numbers stand for, [N', D], perhaps fewer.
+        others: weights [G, D] of the dtype of the full rows.
+
+    Returns:
+        [N, F] and each [N', G], all of that dtype.
     """
-    factors = factors.t().contiguous()
+    (numbers, factors), scales, dtype = rows, weight.scales, full.dtype
+    given = (numbers, factors.t().contiguous(), weight.numbers)
     if not torch.compiler.is_compiling():
-        return _products(numbers, factors, weight, scales, block, dtype, dtype)
-    units = _units(tuple(weight.shape), block, dtype, weight.device)
-    parts = cut(numbers.shape[0], scales.shape[0], scales.shape[1], units)
-    if len(parts) > 1:  # the device wants the scales of each by themselves
-        scales = torch.cat([part.of(scales).flatten() for part in parts])
+        whole = _products(*given, scales, weight.block, dtype, dtype)
+        return [whole, *(product(full, other) for other in others)]
+    units = _units(tuple(weight.numbers.shape), weight.block, dtype, numbers.device) if 1 < len(numbers) <= _TILE else 0
+    parts = cut(scales.shape[0], scales.shape[1], units)
+    if len(parts) > 1:
+        scales = _one_after_another(scales, parts) if weight.laid is None else weight.laid
+    beside = [full, *others] if units and others else []
     bounds = [bound for part in parts for bound in part]
-    sums = _opaque_products(numbers, factors, weight, scales, list(block), dtype, bounds)
-    tops = sorted({part.top for part in parts})
-    bands = [[own for own, part in zip(sums, parts, strict=True) if part.top == top] for top in tops]
-    return torch.cat([sum(band[1:], band[0]).to(dtype) for band in bands], dim=1)
+    found = _opaque_products(*given, scales, list(weight.block), dtype, bounds, beside)
+    whole = _added_up(found[: len(parts)], parts, dtype)
+    return [whole, *(found[len(parts) :] if beside else [product(full, other) for other in others])]
 
 
 def is_summed(rows: int) -> bool:
@@ -116,18 +145,39 @@ def is_summed(rows: int) -> bool:
     return rows == 1 and torch.compiler.is_compiling()
 
 
-def cut(rows: int, tall: int, wide: int, units: int) -> list[Part]:
+def laid_out(scales: Tensor, block: tuple[int, int]) -> Tensor | None:
+    """A weight's scales once more as its device wants them of each part by itself; None if it is not cut."""
+    tall, wide = scales.shape
+    units = _units((tall * block[0], wide * block[1]), block, torch.bfloat16, scales.device)
+    parts = cut(tall, wide, units)
+    return _one_after_another(scales, parts) if len(parts) > 1 else None
+
+
+def cut(tall: int, wide: int, units: int) -> list[Part]:
     """A weight of tall by wide blocks in parts that keep so many units busy; in one if that already does.
 
-    What is left beyond whole rounds of all units is cut along its columns, for as many units as are free.
+    What is left beyond whole rounds of all units is cut along its columns, for as many units as are free. A product of
+    whole rounds also does without a counter that would have to be cleared first, which a recording waits for.
     """
     rest = tall % units if units else 0
-    count = min(units // rest, _MOST_PARTS, wide // _LEAST_PART) if rest and 1 < rows <= _TILE else 1
+    count = min(units // rest, _MOST_PARTS, wide // _LEAST_PART) if rest else 1
     if count <= 1:
         return [Part(0, tall, 0, wide)]
     whole = [Part(0, tall - rest, 0, wide)] if rest < tall else []
     bounds = [wide // _FOURS * i // count * _FOURS for i in range(count + 1)]
     return whole + [Part(tall - rest, tall, left, right) for left, right in pairwise(bounds)]
+
+
+def _one_after_another(scales: Tensor, parts: Sequence[Part]) -> Tensor:
+    """The scales of each part, flat."""
+    return torch.cat([part.of(scales).flatten() for part in parts])
+
+
+def _added_up(products: Sequence[Tensor], parts: Sequence[Part], dtype: torch.dtype) -> Tensor:
+    """The product with a whole weight from those with its parts."""
+    tops = sorted({part.top for part in parts})
+    bands = [[own for own, part in zip(products, parts, strict=True) if part.top == top] for top in tops]
+    return torch.cat([sum(band[1:], band[0]).to(dtype) for band in bands], dim=1)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
@@ -147,17 +197,16 @@ def _products(
     dtype: torch.dtype,
     out: torch.dtype,
 ) -> Tensor:
-    """`block_products`, of factors [D / block, N]; [N, F] of the dtype `out`."""
+    """Products of pieces, whose scales are [D / block, N]: [N, F] of the dtype `out`."""
     if len(numbers) == 1 and numbers.is_cuda:
         one: Tensor = compiled(_summed, searched=True)(numbers, factors, weight, scales, block, out)
         return one
     if is_multiplied(tuple(weight.shape), block, dtype, weight.device):
-        return _scaled(numbers, factors, weight, scales, out)
-    tall, wide = block
+        return _scaled(numbers.flatten(1), factors, weight, scales, out)
     exact = torch.promote_types(dtype, torch.float32)
-    rows = numbers.to(exact) * factors.t().repeat_interleave(wide, dim=1)
-    stripe = max(_STRIPE // tall, 1)
-    stripes = zip(weight.split(stripe * tall), scales.split(stripe), strict=True)
+    rows = (numbers.to(exact) * factors.t()[..., None]).flatten(1)
+    stripe = max(_STRIPE // block[0], 1)
+    stripes = zip(weight.split(stripe * block[0]), scales.split(stripe), strict=True)
     return torch.cat([F.linear(rows, expanded(part, by, block, exact)) for part, by in stripes], 1).to(out)
 
 
@@ -170,7 +219,7 @@ def _summed(
     """
     tall, wide = block
     exact = torch.promote_types(dtype, torch.float32)
-    sums = (weight.unflatten(1, (-1, wide)).to(exact) * numbers.view(-1, wide).to(exact)).sum(dim=2)
+    sums = (weight.unflatten(1, (-1, wide)).to(exact) * numbers.to(exact)).sum(dim=2)
     scaled = sums.unflatten(0, (-1, tall)) * (scales * factors.t())[:, None]
     out: Tensor = scaled.sum(dim=2).flatten().to(dtype)[None]
     return out
@@ -199,27 +248,30 @@ def _opaque_products(
     block: list[int],
     dtype: torch.dtype,
     bounds: list[int],
+    beside: list[Tensor],
 ) -> list[Tensor]:
-    """The products of every part; float32 where other columns are still to be added.
+    """The products of every part, float32 where other columns are still to be added, and those beside.
 
     Args:
         scales: of one part, as they are; of several, each part's flat, one after another.
         bounds: the four of each part.
+        beside: full rows and weights by which they are multiplied, or nothing.
     """
     tall, wide = block
     parts = _from_bounds(bounds)
-    if len(parts) == 1:
-        return [_products(numbers, factors, weight, scales, (tall, wide), dtype, dtype)]
 
-    def product(part: Part, own: Tensor) -> Tensor:
-        rows, pieces = numbers[:, part.left * wide : part.right * wide], factors[part.left : part.right]
+    def of(part: Part, own: Tensor) -> Tensor:
+        pieces, by = numbers[:, part.left : part.right], factors[part.left : part.right]
         out = _sum_dtype(part, weight, block, dtype)
-        return _products(rows, pieces, part.of(weight, block), own, (tall, wide), dtype, out)
+        return _products(pieces, by, part.of(weight, block), own, (tall, wide), dtype, out)
 
     sizes = [(part.bottom - part.top) * (part.right - part.left) for part in parts]
-    owned = [own.view(part.bottom - part.top, -1) for part, own in zip(parts, scales.split(sizes), strict=True)]
-    products = [partial(product, part, own) for part, own in zip(parts, owned, strict=True)]
-    return _at_once(products) if numbers.is_cuda else [call() for call in products]
+    owned = [
+        own.view(part.bottom - part.top, -1) for part, own in zip(parts, scales.flatten().split(sizes), strict=True)
+    ]
+    calls = [partial(of, part, own) for part, own in zip(parts, owned, strict=True)]
+    calls += [partial(F.linear, beside[0], other) for other in beside[1:]]
+    return _at_once(calls) if numbers.is_cuda else [call() for call in calls]
 
 
 @_opaque_products.register_fake
@@ -231,13 +283,15 @@ def _(
     block: list[int],
     dtype: torch.dtype,
     bounds: list[int],
+    beside: list[Tensor],
 ) -> list[Tensor]:
-    return [
+    parts = [
         numbers.new_empty(
-            numbers.shape[0], (part.bottom - part.top) * block[0], dtype=_sum_dtype(part, weight, block, dtype)
+            len(numbers), (part.bottom - part.top) * block[0], dtype=_sum_dtype(part, weight, block, dtype)
         )
         for part in _from_bounds(bounds)
     ]
+    return parts + [beside[0].new_empty(len(beside[0]), len(other)) for other in beside[1:]]
 
 
 def _from_bounds(bounds: Sequence[int]) -> list[Part]:
@@ -254,13 +308,12 @@ def _at_once(calls: Sequence[Callable[[], Tensor]]) -> list[Tensor]:
     """What the calls return, each run on a stream of its own; a recording keeps that they may run together."""
     main = torch.cuda.current_stream()
     streams = _side_streams(main.device)[: len(calls) - 1]
-    found = []
-    for stream, call in zip(streams, calls[1:], strict=True):
+    for stream in streams:
         stream.wait_stream(main)
+    found = [calls[0]()]
+    for stream, call in zip(streams, calls[1:], strict=True):
         with torch.cuda.stream(stream):
             found.append(call())
-    found.insert(0, calls[0]())
-    for stream in streams:
         main.wait_stream(stream)
     return found
 

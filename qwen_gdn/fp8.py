@@ -12,7 +12,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .block_products import E4M3, GRAIN, block_products, has_whole_blocks, is_summed
+from .block_products import (
+    E4M3,
+    GRAIN,
+    BlockRows,
+    BlockWeight,
+    block_products,
+    has_whole_blocks,
+    is_summed,
+    laid_out,
+)
 from .norms import at_least_float32
 
 GREATEST = torch.finfo(E4M3).max
@@ -40,9 +49,31 @@ class FP8Linear(nn.Module):
         scales = (out_features // block[0], in_features // block[1])
         self.weight = nn.Parameter(torch.empty(out_features, in_features, dtype=E4M3), requires_grad=False)
         self.weight_scale_inv = nn.Parameter(torch.empty(scales, dtype=torch.float32), requires_grad=False)
+        self._laid: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        return block_linear(x, self.weight, self.weight_scale_inv, self.block)
+        """[..., D] to [..., F]; no row depends on another."""
+        return self.beside(x)[0]
+
+    def beside(self, x: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
+        """x [..., D] by this map and by other weights [G, D], of its dtype; programs run all at the same time."""
+        rows = x.flatten(0, -2)
+        count = rows.shape[0]
+        padded = rows
+        if rows.is_cuda and count % GRAIN and not is_summed(count):
+            padded = F.pad(rows, (0, 0, 0, -count % GRAIN))
+        weight = BlockWeight(self.weight, self.weight_scale_inv, self.block, self._laid)
+        products = block_products(quantised(padded, self.block[1]), weight, rows, others)
+        return tuple(out[:count].view(*x.shape[:-1], -1) for out in products)
+
+    @torch.no_grad()
+    def lay_out(self) -> None:
+        """Has scales ready for products in parts, which programs need; those that have changed, where they were."""
+        laid = laid_out(self.weight_scale_inv, self.block)
+        if self._laid is None or laid is None:
+            self._laid = laid
+        else:
+            self._laid.copy_(laid)
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, block={self.block}"
@@ -52,6 +83,7 @@ class FP8Linear(nn.Module):
             applied = fn(tensor)
             return applied if applied.dtype == tensor.dtype else tensor.to(applied.device)
 
+        self._laid = None
         super()._apply(moved, recurse)  # type: ignore[no-untyped-call]
         return self
 
@@ -79,28 +111,8 @@ def is_in_eight_bits(module: nn.Module) -> bool:
     return any(isinstance(part, FP8Linear) for part in module.modules())
 
 
-def block_linear(x: Tensor, weight: Tensor, scales: Tensor, block: tuple[int, int]) -> Tensor:
-    """x [..., D] by a weight in eight bits, [..., F] in x's dtype; no row depends on another.
-
-    Args:
-        weight: float8_e4m3fn [F, D].
-        scales: float32 [F / block[0], D / block[1]], without a rest.
-    """
-    rows = x.flatten(0, -2)
-    count = rows.shape[0]
-    if rows.is_cuda and count % GRAIN and not is_summed(count):
-        rows = F.pad(rows, (0, 0, 0, -count % GRAIN))
-    numbers, factors = quantised(rows, block[1])
-    out = block_products(numbers, factors, weight, scales, block, x.dtype)
-    return out[:count].view(*x.shape[:-1], -1)
-
-
-def quantised(rows: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Rows [N, D] in eight bits: float8_e4m3fn [N, D], and the scale of each piece, float32 [N, D / width].
-
-    What is not finite makes its piece so.
-    """
+def quantised(rows: Tensor, width: int) -> BlockRows:
+    """Rows [N, D] in eight bits, in pieces of that width. What is not finite makes its piece so."""
     pieces = at_least_float32(rows).unflatten(1, (-1, width))
     scales = (pieces.abs().amax(dim=2).float() / GREATEST).clamp_min(_LEAST_SCALE)
-    numbers = (pieces / scales[..., None]).clamp(-GREATEST, GREATEST).to(E4M3)
-    return numbers.flatten(1), scales
+    return BlockRows((pieces / scales[..., None]).clamp(-GREATEST, GREATEST).to(E4M3), scales)

@@ -1,34 +1,23 @@
 """Linear maps of one input run as one product: a step of decoding is bound by reads and launches, not arithmetic."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from .fp8 import FP8Linear, block_linear
-from .products import LinearMap, choose_forms, product
+from .fp8 import FP8Linear
+from .products import LinearMap, choose_forms
 
 Linear = nn.Linear | FP8Linear
 
 
 class Joint(NamedTuple):
-    """The weights of some linear maps in one, [sum of widths, D]; in eight bits with scales and the size of a block."""
+    """Some linear maps and one whose weight [sum of widths, D] is theirs in order, whose rows they are views of."""
 
     names: tuple[str, ...]
     widths: tuple[int, ...]
-    weight: Tensor
-    scales: Tensor | None
-    block: tuple[int, int] | None
-
-    def parts(self, x: Tensor) -> tuple[Tensor, ...]:
-        """[..., D] to each linear map's output."""
-        if self.scales is None or self.block is None:
-            joint = product(x, self.weight)
-        else:
-            joint = block_linear(x, self.weight, self.scales, self.block)
-        parts: tuple[Tensor, ...] = joint.split(self.widths, dim=-1)
-        return parts
+    linear: LinearMap | FP8Linear
 
 
 class ReadsOnce(nn.Module):
@@ -50,7 +39,9 @@ class ReadsOnce(nn.Module):
         # A trace cannot compare addresses; who compiles has joined before and moves nothing after.
         if joined is None or torch.is_grad_enabled() or not (torch.compiler.is_compiling() or self._is_joined()):
             return tuple(getattr(self, name)(x) for name in self.reads)
-        found = {name: part for joint in joined for name, part in zip(joint.names, joint.parts(x), strict=True)}
+        found: dict[str, Tensor] = {}
+        for joint, whole in zip(joined, _products(x, [joint.linear for joint in joined]), strict=True):
+            found.update(zip(joint.names, whole.split(joint.widths, dim=-1), strict=True))
         return tuple(found[name] for name in self.reads)
 
     @property
@@ -67,15 +58,15 @@ class ReadsOnce(nn.Module):
         for name in self.reads:
             linear = getattr(self, name)
             alike.setdefault(linear.block if isinstance(linear, FP8Linear) else None, {})[name] = linear
-        self._joined = tuple(_joint(linears, block) for block, linears in alike.items())
+        joints = (_joint(linears, block) for block, linears in alike.items())
+        self._joined = tuple(sorted(joints, key=lambda joint: isinstance(joint.linear, LinearMap)))
 
     def _is_joined(self) -> bool:
         """Whether the weights lie in the joined ones, in order and whole."""
         return self._joined is not None and all(
             _tiles(whole, [getattr(getattr(self, name), kind) for name in joint.names])
             for joint in self._joined
-            for kind, whole in (("weight", joint.weight), ("weight_scale_inv", joint.scales))
-            if whole is not None
+            for kind, whole in joint.linear.named_parameters()
         )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "ReadsOnce":
@@ -89,30 +80,49 @@ class ReadsOnce(nn.Module):
 
 
 def join_projections(module: nn.Module) -> None:
-    """Joins every group of linear maps below `module` that reads one input."""
+    """Joins every group of linear maps below `module` that reads one input, and readies those in eight bits."""
     for part in module.modules():
         if isinstance(part, ReadsOnce):
             part.join()
+    for linear in _applied(module):
+        if isinstance(linear, FP8Linear):
+            linear.lay_out()
 
 
 def choose_products(module: nn.Module, device: torch.device, rows: int) -> None:
     """Has the forms of all large products below `module` compared for so many rows, as `choose_forms` does it."""
     if device.type == "cuda":
-        choose_forms(_large_weights(module), rows)
+        choose_forms((linear.weight for linear in _applied(module) if isinstance(linear, LinearMap)), rows)
 
 
-def _large_weights(module: nn.Module) -> Iterator[Tensor]:
-    for part in module.modules():
-        if isinstance(part, LinearMap):
-            yield part.weight
-        elif isinstance(part, ReadsOnce):
-            yield from (joint.weight for joint in part.joints if joint.scales is None)
+def _applied(module: nn.Module) -> Iterator[LinearMap | FP8Linear]:
+    """The linear maps that programs apply, joined ones in place of those that they join."""
+    members: set[nn.Module] = set()
+    for part in module.modules():  # a group comes before its members
+        if isinstance(part, ReadsOnce):
+            members.update(getattr(part, name) for joint in part.joints for name in joint.names)
+            yield from (joint.linear for joint in part.joints)
+        elif isinstance(part, LinearMap | FP8Linear) and part not in members:
+            yield part
+
+
+def _products(x: Tensor, linears: Sequence[LinearMap | FP8Linear]) -> Sequence[Tensor]:
+    """x by each of the maps, of which the first alone may be in eight bits."""
+    first, *others = linears
+    if isinstance(first, FP8Linear):
+        return first.beside(x, *(other.weight for other in others))
+    return [linear(x) for linear in linears]
 
 
 def _joint(linears: dict[str, Linear], block: tuple[int, int] | None) -> Joint:
-    weight = _laid_in_one([linear.weight for linear in linears.values()])
-    scales = None if block is None else _laid_in_one([linear.weight_scale_inv for linear in linears.values()])
-    return Joint(tuple(linears), tuple(linear.out_features for linear in linears.values()), weight, scales, block)
+    widths = tuple(linear.out_features for linear in linears.values())
+    inputs = next(iter(linears.values())).in_features
+    with torch.device("meta"):
+        whole = LinearMap(inputs, sum(widths)) if block is None else FP8Linear(inputs, sum(widths), block)
+    for kind, _ in list(whole.named_parameters()):
+        laid = _laid_in_one([getattr(linear, kind) for linear in linears.values()])
+        setattr(whole, kind, nn.Parameter(laid, requires_grad=False))
+    return Joint(tuple(linears), widths, whole)
 
 
 def _laid_in_one(parameters: list[Any]) -> Tensor:

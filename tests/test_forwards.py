@@ -1,5 +1,6 @@
 """Forwards of several targets in one run: each beside its own floor, and beside the first target's times."""
 
+from statistics import median
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ from tiny import EXPERTS
 
 import qwen_gdn.program_set
 from qwen_gdn.recorded import unannounced
-from tools.measure.forwards import measure
+from tools.measure.forwards import TURNS, measure
 from tools.measure.gpu import Shape
 from tools.parity.shapes import tiny
 
@@ -28,7 +29,7 @@ def test_each_target_is_held_against_its_floor_and_the_first(monkeypatch: pytest
         kept.append(sum(len(each) for own in found["targets"].values() for each in own["prefixes"].values()))
 
     found = measure(shapes, torch.device("cpu"), torch.float32, unannounced, lines.append, keep)["targets"]
-    assert list(found) == list(shapes) and kept == [*range(1, 3 * 2 * 3 + 1)]
+    assert list(found) == list(shapes) and kept == [*range(3, 3 * 2 * 3 + 1, 3)]
     first = found["full"]
     for name, own in found.items():
         assert list(own["prefixes"]) == [5, 40]
@@ -37,6 +38,7 @@ def test_each_target_is_held_against_its_floor_and_the_first(monkeypatch: pytest
             for forward, one in forwards.items():
                 assert one["bytes"] == own["always"] + one["experts"] * own["expert"]
                 assert one["floors"] == pytest.approx(one["ms"] * own["bandwidth"] / 1e3 / one["bytes"])
+                assert len(one["turns"]) == TURNS and one["ms"] == median(one["turns"])
                 assert one["ratio"] == pytest.approx(one["ms"] / first["prefixes"][prefix][forward]["ms"])
                 assert (one["experts"] > 0) == (name == "experts")
     assert found["eight bits"]["always"] < 0.5 * first["always"]

@@ -4,6 +4,7 @@ import copy
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -36,6 +37,7 @@ WIDTHS = {
 }
 BLOCKS: dict[str, Block] = {"cpu": (16, 32), "cuda": (128, 128)}
 ROWS = {"cpu": (1, 2, 17), "cuda": (1, 2, 16, 17, 64, 2048)}
+RECORDED = {"cpu": (1, 5), "cuda": (1, 17, 64, 128, 129)}
 
 
 def linear_map(out: int, width: int, block: Block, device: str = "cpu", seed: int = 0) -> FP8Linear:
@@ -65,12 +67,13 @@ def rms(a: Tensor, b: Tensor) -> float:
 def test_rows_become_the_nearest_numbers(dtype: torch.dtype) -> None:
     x = activations(9, 96, dtype)
     x[3, :32], x[4, 5], x[5], x[6, 40] = 0, 1e30, 1e-30, 448
-    numbers, scales = quantised(x, 32)
-    assert numbers.dtype == E4M3 and scales.dtype == torch.float32 and scales.shape == (9, 3)
-    found = decoded(numbers) * scales.double().repeat_interleave(32, 1)
+    pieces, scales = quantised(x, 32)
+    assert pieces.dtype == E4M3 and scales.dtype == torch.float32 and scales.shape == (9, 3)
+    numbers = decoded(pieces)
+    found = (numbers * scales.double()[..., None]).flatten(1)
     assert torch.equal(found, rounded(x, 32))
     assert (found - x.double()).abs().max() <= (x.double().abs().max() / 16)
-    assert float((decoded(numbers).abs().unflatten(1, (-1, 32)).amax(2) == 448).sum()) == 26  # all pieces but the zeros
+    assert float((numbers.abs().amax(2) == 448).sum()) == 26  # all pieces but the zeros
 
 
 def test_numbers_by_hand_are_the_types() -> None:
@@ -130,38 +133,90 @@ def test_rows_do_not_see_each_other(device: str) -> None:
 
 @DEVICES
 def test_eager_compiled_and_recorded_products_agree(device: str) -> None:
-    out, width = WIDTHS[device][1]
-    linear = linear_map(out, width, BLOCKS[device], device)
-    for rows in (1, 16, 17) if device == "cuda" else (1, 5):
-        x = activations(rows, width, torch.bfloat16, device)
+    """On a GPU those in parts, at once and laid out among them, each beside one at full width."""
+    for out, width in WIDTHS[device]:
+        linear = linear_map(out, width, BLOCKS[device], device)
+        linear.lay_out()
+        other = 0.02 * torch.randn(96, width, generator=seeded(2)).to(device, torch.bfloat16)
+        for rows in RECORDED[device]:
+            x = activations(rows, width, torch.bfloat16, device)
+            run = partial(compiled(_beside), linear, x[None], other)
+            with program_settings(device):
+                one = [part.clone() for part in run()]
+            recorded = Recorded("products", [run], torch.device(device), unannounced)
+            second = [part.clone() for part in recorded()]
+            x.copy_(activations(rows, width, torch.bfloat16, device, seed=7))
+            third = recorded()
+            first = activations(rows, width, torch.bfloat16, device)
+            for found, given in ((one, first), (second, first), (third, x)):
+                each = [gap(a, b) for a, b in zip(found[0][0], by_hand(linear, given), strict=True)]
+                assert max(each) <= 1e-2 and gap(found[0][0], linear(given)) <= 1e-2, (out, width, rows)
+                exact = given.double() @ other.double().T
+                assert max(gap(a, b) for a, b in zip(found[1][0], exact, strict=True)) <= 1e-2, (width, rows)
 
-        def run(x: Tensor = x) -> Tensor:
-            return compiled(_applied)(linear, x[None])[0]
 
-        with program_settings(device):
-            one = run()
-        recorded = Recorded("products", [run], torch.device(device), unannounced)
-        other = recorded().clone()
-        x.copy_(activations(rows, width, torch.bfloat16, device, seed=7))
-        third = recorded()
-        first = activations(rows, width, torch.bfloat16, device)
-        for found, given in ((one, first), (other, first), (third, x)):
-            each = [gap(a, b) for a, b in zip(found, by_hand(linear, given), strict=True)]
-            assert max(each) <= 1e-2 and gap(found, linear(given)) <= 1e-2, rows
-
-
+@pytest.mark.parametrize("laid", [False, True], ids=["as stored", "laid out"])
 @pytest.mark.parametrize("units", [4, 12], ids=["a row of blocks is left", "a part for each of two"])
-def test_products_in_parts_are_those_of_the_whole(units: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_products_in_parts_are_those_of_the_whole(units: int, laid: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a device's units are kept busy; here the parts are multiplied one after another."""
-    monkeypatch.setattr(qwen_gdn.block_products, "_units", torch.compiler.assume_constant_result(lambda *_: units))
+    _have_units(monkeypatch, units)
     linear = linear_map(80, 512, (16, 32))  # 5 by 16 blocks
-    assert len(cut(17, 5, 16, units)) == {4: 3, 12: 2}[units]
+    parts = {4: 3, 12: 2}[units]
+    assert len(cut(5, 16, units)) == parts
+    if laid:
+        linear.lay_out()
+    calls = _calls(monkeypatch)
     for dtype, tolerance in ((torch.bfloat16, 1e-2), (torch.float32, 2e-6)):
-        x = activations(17, 512, dtype)
-        with program_settings("cpu"):
-            found = compiled(lambda x: linear(x))(x)
-        each = [gap(a, b) for a, b in zip(found, by_hand(linear, x), strict=True)]
-        assert found.dtype == dtype and max(each) <= tolerance
+        for rows, cuts in ((1, 1), (17, parts), (128, parts), (129, 1)):
+            x, other = activations(rows, 512, dtype), torch.randn(6, 512, generator=seeded(2)).to(dtype)
+            calls.clear()
+            with program_settings("cpu"):
+                found, beside = compiled(_beside)(linear, x, other)
+            assert set(calls) == {cuts}
+            each = [gap(a, b) for a, b in zip(found, by_hand(linear, x), strict=True)]
+            assert found.dtype == beside.dtype == dtype and max(each) <= tolerance
+            assert gap(beside, x.double() @ other.double().T) <= tolerance
+
+
+def test_scales_that_have_changed_are_laid_out_again_where_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A recording goes on reading that place."""
+    _have_units(monkeypatch, 48)
+    monkeypatch.setattr(qwen_gdn.block_products, "_LEAST_PART", 4)
+    model, other = (in_eight_bits(tiny_model(seed), (2, 2)) for seed in (0, 1))
+    join_projections(model)
+    maps = {name: part for name, part in model.named_modules() if isinstance(part, FP8Linear)}
+    before = {name: part._laid.data_ptr() for name, part in maps.items() if part._laid is not None}
+    assert before and not any("in_proj" in name or "gate_proj" in name for name in before)  # joined maps are read
+    model.load_state_dict(other.state_dict())
+    join_projections(model)
+    for name, address in before.items():
+        laid = maps[name]._laid
+        assert laid is not None and laid.data_ptr() == address
+        assert torch.equal(laid.sort().values, maps[name].weight_scale_inv.flatten().sort().values)
+    assert all(part._laid is None for part in model.double().modules() if isinstance(part, FP8Linear))
+
+
+def _beside(linear: FP8Linear, x: Tensor, other: Tensor) -> tuple[Tensor, ...]:
+    return linear.beside(x, other)
+
+
+def _have_units(monkeypatch: pytest.MonkeyPatch, units: int) -> None:
+    """As if the CPU multiplied by itself, in so many units, which are a constant of what is compiled."""
+    torch._dynamo.reset()
+    monkeypatch.setattr(qwen_gdn.block_products, "_units", torch.compiler.assume_constant_result(lambda *_: units))
+
+
+def _calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Takes down how many parts each program multiplies."""
+    calls: list[int] = []
+    parted = qwen_gdn.block_products._from_bounds
+
+    def watched(bounds: list[int]) -> list[Part]:
+        calls.append(len(bounds) // 4)
+        return parted(bounds)
+
+    monkeypatch.setattr(qwen_gdn.block_products, "_from_bounds", watched)
+    return calls
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -169,20 +224,14 @@ def test_parts_cover_a_weight_once(seed: int) -> None:
     rng = random.Random(seed)
     tall, wide, units = rng.randint(1, 300), 4 * rng.randint(1, 40), rng.choice((0, 1, 7, 132))
     covered = torch.zeros(tall, wide, dtype=torch.int64)
-    parts = cut(64, tall, wide, units)
+    parts = cut(tall, wide, units)
     for part in parts:
         part.of(covered).add_(1)
         assert part.left % 4 == 0 and part.right % 4 == 0  # scales come in fours
     assert (covered == 1).all()
-    assert cut(1, tall, wide, units) == cut(129, tall, wide, units) == [Part(0, tall, 0, wide)]
     if len(parts) > 1:  # no more parts than units are free, after whole rounds of all of them
         last = [part for part in parts if part.bottom == tall]
         assert sum(part.bottom - part.top for part in last) <= units and last[0].top % units == 0
-
-
-def _applied(linear: nn.Module, x: Tensor) -> Tensor:
-    out: Tensor = linear(x)
-    return out
 
 
 CHANGES: dict[str, Callable[[nn.Module], nn.Module]] = {
