@@ -9,10 +9,12 @@ import os
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final, Literal, NoReturn
+from typing import Any, Final, Literal, NoReturn, get_args
 
 import torch
 
+from weights import load_target
+from weights.eight_bits import EightBits
 from weights.fill import DTYPES
 
 from .auto import AutoBudget
@@ -164,6 +166,13 @@ def _add_models(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--dtype", choices=DTYPE_NAMES, help="of the weights (default: float32 on a CPU, the checkpoint's on CUDA)"
+    )
+    group.add_argument(
+        "--eight-bits",
+        choices=get_args(EightBits),
+        default=default(load_target, "eight_bits"),
+        help="what becomes of weights stored in eight bits: auto multiplies in eight bits where the device can and "
+        "expands them elsewhere; keep saves memory anywhere; expand is the most exact (default: %(default)s)",
     )
 
 

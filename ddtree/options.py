@@ -15,6 +15,7 @@ import torch
 
 from qwen_gdn.decode import OnStage, Sampler
 from qwen_gdn.history import ContextSampler
+from weights.eight_bits import EightBits
 
 from .arguments import AUTO, BUNDLED, DTYPE_NAMES, MTP, UsageError, default, parser
 from .auto import AutoBudget
@@ -46,6 +47,7 @@ class Options:
         explicit: sampling settings that were given.
         seed: of the sampler, drawn if none was given; None if none was given and nothing is drawn at random.
         dtype: None leaves it to the loader.
+        eight_bits: what becomes of weights stored so.
         trace: files to write a trace to.
         notes: what the user should know about how options were taken.
     """
@@ -79,6 +81,7 @@ class Options:
     engine: EngineKind
     debug_numerics: bool
     dtype: torch.dtype | None
+    eight_bits: EightBits
     json: bool
     echo: bool
     trace: tuple[Path, ...]
@@ -124,9 +127,9 @@ def parse(argv: Sequence[str] | None = None) -> Options:
     mode: Mode = asked.mode if drafter else "plain"
     nodes: int | Literal["auto"] = AUTO if asked.budget is None else asked.budget
     device = asked.device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    kept = ("target", "max_new_tokens", "sampling", "seed", "chat", "json", "echo", "interactive", "debug_numerics")
+    kept = ("target", "eight_bits", "max_new_tokens", "sampling", "seed", "chat", "json", "echo", "interactive")
     options = Options(
-        **{name: getattr(asked, name) for name in kept},
+        **{name: getattr(asked, name) for name in (*kept, "debug_numerics")},
         **{name: default(make_sampler, name) for name in SAMPLING} | sampling,
         explicit=frozenset(sampling),
         device=device,

@@ -131,7 +131,7 @@ def _written(
 def _models(options: Options, meter: Meter) -> Iterator[tuple[HybridModel, Proposer]]:
     """The target and what proposes to it, as models, watched while this is open if so asked, or as their programs."""
     drafter = _drafter(options)  # first, for it is small: what is wrong with it shows before a target is read
-    target = load_target(options.target, device=options.device, dtype=options.dtype)
+    target = load_target(options.target, device=options.device, dtype=options.dtype, eight_bits=options.eight_bits)
     if options.engine == "eager":
         with debug_numerics(target, drafter) if options.debug_numerics else nullcontext(target) as watched:
             yield watched, drafter
@@ -157,7 +157,7 @@ def _drafter(options: Options) -> Proposer:
     if options.drafter is None:
         return NoDrafts()
     if options.drafter == MTP:
-        mtp = load_mtp(options.target, device=options.device, dtype=options.dtype)
+        mtp = load_mtp(options.target, device=options.device, dtype=options.dtype, eight_bits=options.eight_bits)
         return MTPDrafter(mtp, depth=options.mtp_depth)
     return load_drafter(options.drafter, device=options.device, dtype=options.dtype)
 

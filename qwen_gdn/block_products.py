@@ -307,7 +307,7 @@ def _sum_dtype(part: Part, weight: Tensor, block: Sequence[int], dtype: torch.dt
 def _at_once(calls: Sequence[Callable[[], Tensor]]) -> list[Tensor]:
     """What the calls return, each run on a stream of its own; a recording keeps that they may run together."""
     main = torch.cuda.current_stream()
-    streams = _side_streams(main.device)[: len(calls) - 1]
+    streams = [_side_stream(main.device, i) for i in range(len(calls) - 1)]
     for stream in streams:
         stream.wait_stream(main)
     found = [calls[0]()]
@@ -319,5 +319,5 @@ def _at_once(calls: Sequence[Callable[[], Tensor]]) -> list[Tensor]:
 
 
 @cache
-def _side_streams(device: torch.device) -> list[torch.cuda.Stream]:
-    return [torch.cuda.Stream(device) for _ in range(_MOST_PARTS)]
+def _side_stream(device: torch.device, number: int) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)

@@ -3,28 +3,47 @@
 Every check takes a device, so that its code runs on a CPU as well (there uncompiled, and without graphs).
 """
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import cycle, pairwise
 from typing import Any
 
 import pytest
 import torch
+from drafter_oracle import raw_config2
 from proposers import PROPOSERS, Moody, emitted
 from test_engine import check_rounds
-from tiny import random_tokens, seeded
+from test_moe import by_hand, mixture, rows
+from tiny import EXPERTS, gap, random_tokens, seeded
 
 import ddtree.recorded_drafter
 import qwen_gdn.program_set
-from ddtree import DFlashConfig, DFlashDrafter, NoDrafts, build_chain, build_tree, generate, make_sampler
+from ddtree import (
+    DFlash2Drafter,
+    DFlashConfig,
+    DFlashDrafter,
+    MTPDrafter,
+    NoDrafts,
+    Proposer,
+    build_chain,
+    build_tree,
+    drafters,
+    generate,
+    make_sampler,
+)
 from ddtree.recorded_drafter import RecordedDrafter
 from qwen_gdn import QwenGDN, decode
 from qwen_gdn.engine import Engine
+from qwen_gdn.mtp import MTP
+from qwen_gdn.recorded import Recorded, applied, compiled, unannounced
 from tools.measure.exactness import Referee
 from tools.measure.instruments import random_weights, synchronisations
 from tools.parity.shapes import random_model, tiny
 
 GPU = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 DEVICES = pytest.mark.parametrize("device", GPU)
+MIXTURES = pytest.mark.parametrize("changes", [{}, EXPERTS], ids=["dense", "experts"])
 DRAFTER = {
     "hidden_size": 32, "vocab_size": 97, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 16, "rms_norm_eps": 1e-6, "rope_theta": 1e4, "block_size": 8,
@@ -40,9 +59,9 @@ def plain_on_cpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
             monkeypatch.setattr(module, "compiled", lambda function: function)
 
 
-def mid(device: str, dtype: torch.dtype = torch.float32) -> QwenGDN:
+def mid(device: str, dtype: torch.dtype = torch.float32, **changes: Any) -> QwenGDN:
     """Eight layers; on a GPU wide enough that its kernels are those of real models."""
-    raw = tiny()
+    raw = tiny() | changes
     if device == "cuda":
         raw |= {
             "hidden_size": 1024, "intermediate_size": 2048, "num_attention_heads": 8, "head_dim": 128,
@@ -60,10 +79,40 @@ def drafter_of(target: QwenGDN) -> DFlashDrafter:
     return drafter
 
 
+def dflash2_of(target: QwenGDN) -> RecordedDrafter:
+    c = target.config
+    table = {"mask_token_id": c.vocab_size - 1, "target_layer_ids": [5, 1], "block_size": 8, "selector_top_k": 8}
+    raw = raw_config2(hidden_size=c.hidden_size, vocab_size=c.vocab_size, num_target_layers=None, dflash=table)
+    drafter = random_weights(drafters.build, drafters.from_dict(raw), target.device, target.dtype)
+    assert isinstance(drafter, DFlash2Drafter)
+    return RecordedDrafter(drafter)
+
+
+def mtp_of(target: QwenGDN) -> MTPDrafter:
+    return MTPDrafter(random_weights(MTP, target.config, target.device, target.dtype), depth=4)
+
+
 @DEVICES
-def test_recorded_forwards_and_commits_follow_the_model(device: str) -> None:
-    model = random_model(tiny(), 0.05, device=device)
-    check_rounds(Engine(random_model(tiny(), 0.05, device=device), sizes=(8, 32)), model, trees=12)
+@MIXTURES
+def test_recorded_forwards_and_commits_follow_the_model(device: str, changes: dict[str, Any]) -> None:
+    model, twin = (random_model(tiny() | changes, 0.05, device=device) for _ in range(2))
+    check_rounds(Engine(twin, sizes=(8, 32)), model, trees=12)
+
+
+@DEVICES
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_recorded_mixtures_are_what_their_equations_say(device: str, dtype: torch.dtype) -> None:
+    layer = mixture(count=16, chosen=3, inner=32, dtype=dtype).to(device)
+    exact = copy.deepcopy(layer).cpu().double()
+    for count in (1, 16, 300):
+        x = rows(count, seed=count).to(device, dtype)
+        run = partial(applied, layer, x) if device == "cpu" else partial(compiled(applied), layer, x)
+        recorded = Recorded("experts", [run], x.device, unannounced)
+        for seed in (count, 7):  # a replay reads what is now there, whose experts are others
+            x.copy_(rows(count, seed=seed))
+            assert (
+                gap(recorded(), by_hand(exact, x.cpu().double())) <= {torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
+            )
 
 
 @DEVICES
@@ -98,6 +147,25 @@ def test_tokens_are_the_eager_models(device: str) -> None:
             tie = referee.judge(what, prompt, text, wanted)
             if tie is not None:
                 print(f"prompt {number}, {what}: {tie}")
+
+
+@DEVICES
+@MIXTURES
+@pytest.mark.parametrize("propose", [dflash2_of, mtp_of])
+def test_what_other_drafters_lead_to_is_what_the_model_writes(
+    device: str, changes: dict[str, Any], propose: Callable[[QwenGDN], Proposer]
+) -> None:
+    model, twin = (mid(device, **changes) for _ in range(2))
+    engine, referee, proposer, draw = Engine(twin, sizes=(16,)), Referee(model), propose(model), seeded(4)
+    prompts, count = (10, 48) if device == "cuda" else (1, 12)
+    for number in range(prompts):
+        prompt = random_tokens(draw, 5 + 7 * number, vocab=model.config.vocab_size).tolist()
+        wanted = list(decode(model, prompt, max_new_tokens=count))
+        for build in (build_tree, build_chain):
+            rounds = list(generate(engine, proposer, prompt, max_new_tokens=count, budget=15, build=build))
+            tie = referee.judge(f"prompt {number}", prompt, emitted(rounds), wanted)
+            if tie is not None:
+                print(f"prompt {number}, {build.__name__}: {tie}")
 
 
 @DEVICES

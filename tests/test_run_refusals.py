@@ -325,7 +325,7 @@ def test_help_names_every_option_with_its_default_and_ends_well(capsys: pytest.C
     assert leaving.value.code == 0
     options = "--prompt --target --drafter --mode --budget --max-new-tokens --temperature --top-k --top-p --seed"
     options += " --min-p --presence-penalty --frequency-penalty --repetition-penalty --logit-bias --sampling"
-    for option in f"{options} --chat --system --no-thinking --device --dtype --json --echo".split():
+    for option in f"{options} --chat --system --no-thinking --device --dtype --eight-bits --json --echo".split():
         assert said.count(option) >= 2, f"{option} in usage and list"
     for words in (
         "the root not counted (default: auto); at most 1024",

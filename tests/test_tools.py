@@ -371,6 +371,7 @@ NO_CUDA = pytest.mark.skipif(torch.cuda.is_available(), reason="asks for a devic
         (["--gpu", "--target-config", "/nope.json"], "--target-config: /nope.json is no file"),
         (["--gpu", "--sizes", ""], "--sizes: must be an integer from 2"),
         (["--forwards"], "--forwards needs --target-config"),
+        (["--fidelity"], "--fidelity needs --target-config"),
         (["--forwards", "--chunks", "64"], "--chunks is not used when forwards is measured"),
         (["--gpu", "--target-config", *2 * [__file__], "--drafter-config", __file__], "measures one --target-config"),
     ],

@@ -13,6 +13,8 @@
     python tools/bench.py --forwards --target-config FILE FILE ...
                                            the plain step and verifies of several targets in one run, each beside its
                                            read floor and the first target
+    python tools/bench.py --fidelity --target-config FILE
+                                           how far a target in eight bits is from its expanded weights, layer by layer
 
 Speed and acceptance run greedily and without stop ids, so that all modes write the same tokens. They are compared:
 outputs that differ by more than rounding are refused, with the place and the float64 gap. Accepted length (tau) is
@@ -40,6 +42,7 @@ from qwen_gdn.stated import read_object
 from tools.measure import tables
 from tools.measure.acceptance import in_use, teacher_forced
 from tools.measure.batch import measure as measure_batch
+from tools.measure.fidelity import measure as measure_fidelity
 from tools.measure.forwards import measure as measure_forwards
 from tools.measure.gpu import Setting, Shape
 from tools.measure.gpu import measure as measure_gpu
@@ -66,7 +69,9 @@ class Result(NamedTuple):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(
-        (__doc__ or "").split("\n\n")[0], (speed, acceptance, batch, builder, gpu, simulated, forwards), arguments
+        (__doc__ or "").split("\n\n")[0],
+        (speed, acceptance, batch, builder, gpu, simulated, forwards, fidelity),
+        arguments,
     )
     torch.set_num_threads(options.threads)
     try:
@@ -158,6 +163,13 @@ def forwards(options: argparse.Namespace) -> Result:
     run = _Run(options)
     targets = {name: run.shape(file, None) for name, file in zip(names, files, strict=True)}
     return run.result(measure_forwards(targets, options.device, run.dtype, run.announce, run.say, run.keep))
+
+
+def fidelity(options: argparse.Namespace) -> Result:
+    """Errors of a target in eight bits, and whether its likeliest tokens change."""
+    run = _Run(options)
+    raw = run.shape(options.target_config[0], None).target
+    return run.result(measure_fidelity(raw, options.device, run.dtype, run.say))
 
 
 def _on_device(options: argparse.Namespace, measured: Callable[..., dict[str, Any]]) -> Result:

@@ -60,7 +60,7 @@ def load_target(
     *,
     device: str | torch.device = "cpu",
     dtype: torch.dtype | None = None,
-    eight_bits: EightBits = "expand",
+    eight_bits: EightBits = "auto",
 ) -> QwenGDN:
     """A target model in eval mode, without gradients.
 
@@ -69,10 +69,11 @@ def load_target(
         dtype: of weights and activations. None is float32 on a CPU and elsewhere the type in which most of the
             checkpoint's bytes are stored. A_log, dt_bias and the delta layers' norms stay in float32 regardless
             (float64 in a float64 model).
-        eight_bits: what becomes of weights stored in eight bits. `expand` makes them the asked dtype; `auto` keeps the
-            linear maps in eight bits where the device multiplies them by itself (Hopper, bfloat16 activations), and
-            puts the activations into eight bits too; `keep` keeps them anywhere, which without such a device saves
-            memory and costs time. Experts are expanded. The log says what memory it takes.
+        eight_bits: what becomes of weights stored in eight bits. `auto` keeps the linear maps in eight bits where the
+            device multiplies them by itself (Hopper, bfloat16 activations), and puts the activations into eight bits
+            too; elsewhere it expands them to the asked dtype, as `expand` does everywhere. `keep` keeps them anywhere,
+            which without such a device saves memory and costs time. Experts are expanded: torch has no product of
+            theirs in such blocks. The log says what memory it takes.
 
     Raises:
         ValueError: the source cannot be found or read as a Qwen3.5/3.6/3.8 checkpoint, or this device or
@@ -97,7 +98,7 @@ def load_mtp(
     *,
     device: str | torch.device = "cpu",
     dtype: torch.dtype | None = None,
-    eight_bits: EightBits = "expand",
+    eight_bits: EightBits = "auto",
 ) -> MTP:
     """The MTP module in a target's checkpoint, in eval mode, without gradients; `MTPDrafter` drafts with it.
 
@@ -112,7 +113,7 @@ def read_target(
     *,
     device: str | torch.device = "cpu",
     dtype: torch.dtype | None = None,
-    eight_bits: EightBits = "expand",
+    eight_bits: EightBits = "auto",
 ) -> tuple[QwenGDN, LoadReport]:
     """`load_target`, and what was read and left out."""
     return _load(source, _TARGET, device, dtype, eight_bits)
@@ -130,7 +131,7 @@ def read_mtp(
     *,
     device: str | torch.device = "cpu",
     dtype: torch.dtype | None = None,
-    eight_bits: EightBits = "expand",
+    eight_bits: EightBits = "auto",
 ) -> tuple[MTP, LoadReport]:
     """`load_mtp`, and what was read and left out."""
     return _load(source, _MTP, device, dtype, eight_bits)
@@ -165,7 +166,7 @@ def _load(
     kind: _Kind,
     device: str | torch.device,
     dtype: torch.dtype | None,
-    eight_bits: EightBits = "expand",
+    eight_bits: EightBits = "auto",
 ) -> tuple[Any, LoadReport]:
     if eight_bits not in get_args(EightBits):
         raise ValueError(f"eight_bits must be one of {', '.join(get_args(EightBits))}, got {shown(eight_bits)}")

@@ -37,6 +37,7 @@ USED = {
     "builder": ("threads",),
     "gpu": (*_GPU, "rounds", "chunks", "device", "dtype"),
     "simulated": (*_GPU, "device", "dtype"),
+    "fidelity": ("target_config", "layers", "threads", "device", "dtype"),
     "forwards": ("target_config", "layers", "sizes", "prefixes", "threads", "keep", "rounds", "device", "dtype"),
 }
 """The options that each measurement reads; any other is refused rather than ignored."""
@@ -87,7 +88,7 @@ def _add_pair(parser: ToolParser) -> None:
 
 
 def _add_gpu(parser: ToolParser) -> None:
-    add = parser.add_argument_group("with --gpu, --simulated or --forwards").add_argument
+    add = parser.add_argument_group("with --gpu, --simulated, --forwards or --fidelity").add_argument
     add("--target-config", nargs="+", type=file, metavar="FILE", help="a target's config.json; with --forwards several")
     add("--drafter-config", type=file, metavar="FILE", help="a drafter's config.json")
     add("--layers", type=whole(1), help="only the target's first layers")
@@ -105,9 +106,9 @@ def _check_used(parser: ToolParser, options: argparse.Namespace) -> None:
             parser.error(f"--{option.replace('_', '-')} is not used when {name} is measured; leave it out")
     if name in ("gpu", "simulated") and None in (options.target_config, options.drafter_config):
         parser.error(f"--{name} needs --target-config and --drafter-config, files such as a checkpoint's config.json")
-    if name == "forwards" and options.target_config is None:
-        parser.error("--forwards needs --target-config, files such as a checkpoint's config.json")
-    if name in ("gpu", "simulated") and len(options.target_config) > 1:
+    if name in ("forwards", "fidelity") and options.target_config is None:
+        parser.error(f"--{name} needs --target-config, a file such as a checkpoint's config.json")
+    if name in ("gpu", "simulated", "fidelity") and len(options.target_config) > 1:
         parser.error(
             f"--{name} measures one --target-config, not {len(options.target_config)}; give several to --forwards"
         )
