@@ -1,9 +1,10 @@
-"""How far a model in eight bits is from the same model whose weights are expanded to its dtype: layer by layer.
+"""How far a model in eight bits is from float32 and its expanded weights, layer by layer, beside its usual dtype.
 
-Errors are root mean squares relative to those of what they are errors of. Those of a layer by itself, on the input that
-the expanded model gives it and of what it adds to that input, are measured against float32, where the dtype's own
-rounding has an error too. Those of all layers up to one also hold what later layers make of earlier errors. Whether
-that changes which token is likeliest is told of every layer, by the model's own norm and head.
+Errors are root mean squares relative to those of what they are errors of. Of a layer by itself it is the error of what
+it adds to the input that float32 gives it; with the layers before it, that of its output, in which later layers have
+made something of earlier errors. The share of rows whose likeliest token is float32's is told of every layer's output
+by the model's own norm and head, in float32. Random weights amplify errors and have no clear favourite, so both are to
+be read beside what rounding to the usual dtype does to the same weights.
 """
 
 import copy
@@ -11,11 +12,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qwen_gdn import ModelConfig, QwenGDN
 from qwen_gdn.block_products import expanded
-from qwen_gdn.fp8 import FP8Linear, is_in_eight_bits
+from qwen_gdn.fp8 import FP8Linear
 from qwen_gdn.lanes import FreshAttention, FreshDelta, Step
 from qwen_gdn.model import DecoderLayer
 from qwen_gdn.rope import rotation
@@ -38,30 +40,36 @@ def measure(
     if config.quantization is None:
         raise ValueError("the config states no weights in eight bits; give one of an FP8 release")
     eight = random_weights(QwenGDN, config, device, dtype)
-    assert is_in_eight_bits(eight)
-    full = with_expanded_weights(eight)
+    sides = {"eight bits": eight, str(dtype).removeprefix("torch."): with_expanded_weights(eight)}
     tokens = torch.randint(config.vocab_size, (1, TOKENS), generator=torch.Generator().manual_seed(0)).to(device)
-    ids = range(len(full.layers))
-    ours, theirs = (model(tokens, capture=("embedding", *ids)) for model in (eight, full))
-    layers = []
-    for i in ids:
-        one = _alone(eight.layers[i], full.layers[i], theirs.captured[i], config) | {
-            "together": rms_error(ours.captured[i + 1], theirs.captured[i + 1]),
-            "top1": _agreement(full, *(full.norm(side.captured[i + 1]) for side in (ours, theirs))),
-        }
+    likeliest = _Head(eight)
+    states = {name: model.embed(tokens) for name, model in sides.items()}
+    exact = eight.embed(tokens).float()
+    layers: list[dict[str, Any]] = []
+    *_, full = sides.values()
+    for i, layer in enumerate(full.layers):
+        wide = copy.deepcopy(layer).float()
+        given = exact.to(dtype)
+        wanted, exact = _added(wide, given.float(), config), _through(wide, exact, config)
+        one: dict[str, Any] = {}
+        for name, model in sides.items():
+            states[name] = _through(model.layers[i], states[name], config)
+            one[name] = {
+                "alone": rms_error(_added(model.layers[i], given, config), wanted),
+                "together": rms_error(states[name], exact),
+                "top1": likeliest.agreement(states[name], exact),
+            }
         layers.append(one)
-        alone = f"alone {one['alone']:.2e} ({dtype} {one['rounding']:.2e})"
-        say(f"layer {i}: {alone}, with those before {one['together']:.2e}, top-1 agreement {one['top1']:.1%}")
-    logits = rms_error(*(full.logits(side.final) for side in (ours, theirs)))
-    found = {"rows": TOKENS, "layers": layers, "logits": logits, "top1": _agreement(full, ours.final, theirs.final)}
-    say(f"logits: {logits:.2e}, top-1 agreement {found['top1']:.1%} of {TOKENS} rows")
-    return found
+        say(f"layer {i}: " + "; ".join(_told(name, own) for name, own in one.items()))
+    logits = {name: rms_error(likeliest.logits(state), likeliest.logits(exact)) for name, state in states.items()}
+    top1 = {name: own["top1"] for name, own in layers[-1].items()}
+    say("logits: " + "; ".join(f"{name} {logits[name]:.2e}, top-1 {top1[name]:.1%} of {TOKENS}" for name in sides))
+    return {"rows": TOKENS, "layers": layers, "logits": logits, "top1": top1}
 
 
 def with_expanded_weights(model: QwenGDN) -> QwenGDN:
     """The model with what its weights in eight bits stand for in its own dtype; all other parameters are shared."""
-    memo = {id(p): p for p in model.parameters()}
-    twin = copy.deepcopy(model, memo)
+    twin = copy.deepcopy(model, {id(p): p for p in model.parameters()})
     for name, part in list(twin.named_modules()):
         if isinstance(part, FP8Linear):
             linear = nn.Linear(part.in_features, part.out_features, bias=False, device="meta")
@@ -72,18 +80,33 @@ def with_expanded_weights(model: QwenGDN) -> QwenGDN:
     return twin
 
 
-def _alone(eight: DecoderLayer, full: DecoderLayer, x: Tensor, config: ModelConfig) -> dict[str, float]:
-    """Errors against float32 of what a layer adds to one input."""
-    exact = _added(copy.deepcopy(full).float(), x.float(), config)
-    return {"alone": rms_error(_added(eight, x, config), exact), "rounding": rms_error(_added(full, x, config), exact)}
+class _Head:
+    """Norm and head of a model in float32."""
+
+    def __init__(self, model: QwenGDN) -> None:
+        self._norm = copy.deepcopy(model.norm).float()
+        self._weight = (model.embed_tokens if model.lm_head is None else model.lm_head).weight.float()
+
+    def logits(self, x: Tensor) -> Tensor:
+        return F.linear(self._norm(x.float()), self._weight)
+
+    def agreement(self, ours: Tensor, theirs: Tensor) -> float:
+        """The share of rows whose likeliest token is the same."""
+        same = self.logits(ours).argmax(-1) == self.logits(theirs).argmax(-1)
+        return float(same.float().mean())
+
+
+def _through(layer: DecoderLayer, x: Tensor, config: ModelConfig) -> Tensor:
+    """A layer's output over tokens in a row that nothing precedes."""
+    rope = rotation(torch.arange(x.shape[1], device=x.device), config.rotary_dim, config.rope_theta, x.dtype)
+    lane = FreshDelta() if layer.mixer_name == "linear_attn" else FreshAttention()
+    out: Tensor = layer(x, lane, Step(rope, None, True))
+    return out
 
 
 def _added(layer: DecoderLayer, x: Tensor, config: ModelConfig) -> Tensor:
-    rope = rotation(torch.arange(x.shape[1], device=x.device), config.rotary_dim, config.rope_theta, x.dtype)
-    lane = FreshDelta() if layer.mixer_name == "linear_attn" else FreshAttention()
-    return layer(x, lane, Step(rope, None, True)).float() - x.float()
+    return _through(layer, x, config).float() - x.float()
 
 
-def _agreement(model: QwenGDN, ours: Tensor, theirs: Tensor) -> float:
-    """The share of rows whose likeliest token is the same."""
-    return float((model.logits(ours).argmax(-1) == model.logits(theirs).argmax(-1)).float().mean())
+def _told(name: str, one: dict[str, float]) -> str:
+    return f"{name} alone {one['alone']:.2e}, with those before {one['together']:.2e}, top-1 {one['top1']:.1%}"
