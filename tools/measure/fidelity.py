@@ -2,9 +2,9 @@
 
 Errors are root mean squares relative to those of what they are errors of. Of a layer by itself it is the error of what
 it adds to the input that float32 gives it; with the layers before it, that of its output, in which later layers have
-made something of earlier errors. The share of rows whose likeliest token is float32's is told of every layer's output
-by the model's own norm and head, in float32. Random weights amplify errors and have no clear favourite, so both are to
-be read beside what rounding to the usual dtype does to the same weights.
+made something of earlier errors. Beside each stands the share of rows whose likeliest token is float32's, as the
+model's own norm and head tell it of the layer's output, in float32. Random weights amplify errors and have no clear
+favourite, so both are to be read beside what rounding to the usual dtype does to the same weights.
 """
 
 import copy
@@ -39,6 +39,7 @@ def measure(
     config = ModelConfig.from_dict(raw)
     if config.quantization is None:
         raise ValueError("the config states no weights in eight bits; give one of an FP8 release")
+    torch.manual_seed(0)
     eight = random_weights(QwenGDN, config, device, dtype)
     sides = {"eight bits": eight, str(dtype).removeprefix("torch."): with_expanded_weights(eight)}
     tokens = torch.randint(config.vocab_size, (1, TOKENS), generator=torch.Generator().manual_seed(0)).to(device)
@@ -50,12 +51,14 @@ def measure(
     for i, layer in enumerate(full.layers):
         wide = copy.deepcopy(layer).float()
         given = exact.to(dtype)
-        wanted, exact = _added(wide, given.float(), config), _through(wide, exact, config)
+        wanted, exact = _through(wide, given.float(), config), _through(wide, exact, config)
         one: dict[str, Any] = {}
         for name, model in sides.items():
+            alone = _through(model.layers[i], given, config)
             states[name] = _through(model.layers[i], states[name], config)
             one[name] = {
-                "alone": rms_error(_added(model.layers[i], given, config), wanted),
+                "alone": rms_error(alone - given.float(), wanted - given.float()),
+                "alone_top1": likeliest.agreement(alone, wanted),
                 "together": rms_error(states[name], exact),
                 "top1": likeliest.agreement(states[name], exact),
             }
@@ -104,9 +107,6 @@ def _through(layer: DecoderLayer, x: Tensor, config: ModelConfig) -> Tensor:
     return out
 
 
-def _added(layer: DecoderLayer, x: Tensor, config: ModelConfig) -> Tensor:
-    return _through(layer, x, config).float() - x.float()
-
-
 def _told(name: str, one: dict[str, float]) -> str:
-    return f"{name} alone {one['alone']:.2e}, with those before {one['together']:.2e}, top-1 {one['top1']:.1%}"
+    alone, together = f"{one['alone']:.2e} {one['alone_top1']:.1%}", f"{one['together']:.2e} {one['top1']:.1%}"
+    return f"{name} alone {alone}, with those before {together}"
