@@ -66,7 +66,7 @@ def test_what_is_no_error_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_expanded_weights_leave_the_model_alone_and_share_the_rest() -> None:
     model = in_eight_bits(tiny_model())
     before = copy.deepcopy(model)
-    twin = with_expanded_weights(model)
+    twin = with_expanded_weights(model, model.dtype)
     assert not any(isinstance(part, FP8Linear) for part in twin.modules())
     assert twin.embed_tokens.weight is model.embed_tokens.weight
     tokens = random_tokens(seeded(1), 1, 9)

@@ -25,6 +25,7 @@ from qwen_gdn.fp8 import FP8Linear, quantised
 from qwen_gdn.joined import ReadsOnce, join_projections
 from qwen_gdn.recorded import Recorded, compiled, program_settings, unannounced
 from tools.measure.exactness import Referee
+from tools.measure.fidelity import with_expanded_weights
 from tools.measure.floor import Floor
 from tools.measure.instruments import random_weights
 from tools.parity.shapes import random_model, tiny
@@ -356,17 +357,9 @@ def test_an_engine_writes_the_eager_models_tokens(monkeypatch: pytest.MonkeyPatc
             print(f"prompt {number}, {what}: {tie or 'the same'}")
 
 
-def with_expanded_weights(model: QwenGDN) -> QwenGDN:
+def full_width(model: QwenGDN) -> QwenGDN:
     """A float32 copy whose weights are what the numbers in eight bits stand for."""
-    full = copy.deepcopy(model)
-    for name, part in list(full.named_modules()):
-        if isinstance(part, FP8Linear):
-            linear = nn.Linear(part.in_features, part.out_features, bias=False, device="meta")
-            weight = expanded(part.weight, part.weight_scale_inv, part.block, torch.float32)
-            linear.weight = nn.Parameter(weight, requires_grad=False)
-            parent, _, leaf = name.rpartition(".")
-            setattr(full.get_submodule(parent), leaf, linear)
-    return full.float()
+    return with_expanded_weights(copy.deepcopy(model), torch.float32).float()
 
 
 @DEVICES
@@ -385,7 +378,7 @@ def test_no_way_of_running_is_farther_from_full_width_than_another(
     wide = sizes | heads | widths if device == "cuda" else {}  # as blocks of a device want it
     raw, block = tiny(4) | wide, (128, 128) if wide else (16, 16)
     model = in_eight_bits(random_model(raw, 0.02 if wide else 0.2, device=device), block).bfloat16()
-    full, engine = with_expanded_weights(model), Engine(copy.deepcopy(model), sizes=(16, 32))
+    full, engine = full_width(model), Engine(copy.deepcopy(model), sizes=(16, 32))
     tokens, read = random_tokens(seeded(2), 1, 96).to(device), 64
     wanted = full(tokens).final[:, read:]
     caches = [engine.new_cache(96) for _ in range(3)] + [model.new_cache(96)]
@@ -408,7 +401,7 @@ def test_no_way_of_running_is_farther_from_full_width_than_another(
 def test_layers_are_near_those_of_expanded_weights() -> None:
     """What activations in eight bits cost, layer by layer."""
     model = in_eight_bits(random_model(tiny(4), 0.02, device="cpu"))
-    full = with_expanded_weights(model)
+    full = full_width(model)
     tokens = random_tokens(seeded(1), 1, 256, vocab=model.config.vocab_size)
     with torch.no_grad():
         found, wanted = (one(tokens, capture=(0, 1, 2, 3)) for one in (model, full))

@@ -41,7 +41,7 @@ def measure(
         raise ValueError("the config states no weights in eight bits; give one of an FP8 release")
     torch.manual_seed(0)
     eight = random_weights(QwenGDN, config, device, dtype)
-    sides = {"eight bits": eight, str(dtype).removeprefix("torch."): with_expanded_weights(eight)}
+    sides = {"eight bits": eight, str(dtype).removeprefix("torch."): with_expanded_weights(eight, dtype)}
     tokens = torch.randint(config.vocab_size, (1, TOKENS), generator=torch.Generator().manual_seed(0)).to(device)
     likeliest = _Head(eight)
     states = {name: model.embed(tokens) for name, model in sides.items()}
@@ -70,13 +70,13 @@ def measure(
     return {"rows": TOKENS, "layers": layers, "logits": logits, "top1": top1}
 
 
-def with_expanded_weights(model: QwenGDN) -> QwenGDN:
-    """The model with what its weights in eight bits stand for in its own dtype; all other parameters are shared."""
+def with_expanded_weights(model: QwenGDN, dtype: torch.dtype) -> QwenGDN:
+    """The model with what its weights in eight bits stand for, in that dtype; all other parameters are shared."""
     twin = copy.deepcopy(model, {id(p): p for p in model.parameters()})
     for name, part in list(twin.named_modules()):
         if isinstance(part, FP8Linear):
             linear = nn.Linear(part.in_features, part.out_features, bias=False, device="meta")
-            weight = expanded(part.weight, part.weight_scale_inv, part.block, model.dtype)
+            weight = expanded(part.weight, part.weight_scale_inv, part.block, dtype)
             linear.weight = nn.Parameter(weight, requires_grad=False)
             parent, _, leaf = name.rpartition(".")
             setattr(twin.get_submodule(parent), leaf, linear)
