@@ -86,6 +86,8 @@ def multiplies_blocks(device: torch.device) -> bool:
     factors, scales = (torch.ones(size, device=device) for size in ((_FOURS, GRAIN), (1, _FOURS)))
     try:
         _scaled(numbers, factors, weight, scales, torch.bfloat16)
+    except torch.OutOfMemoryError:  # says nothing of the device, and False would be kept
+        raise
     except (RuntimeError, ValueError):  # NotImplementedError among them
         return False
     return True
@@ -156,8 +158,8 @@ def laid_out(scales: Tensor, block: tuple[int, int]) -> Tensor | None:
 def cut(tall: int, wide: int, units: int) -> list[Part]:
     """A weight of tall by wide blocks in parts that keep so many units busy; in one if that already does.
 
-    What is left beyond whole rounds of all units is cut along its columns, for as many units as are free. A product of
-    whole rounds also does without a counter that would have to be cleared first, which a recording waits for.
+    What is left beyond whole rounds of all units is cut along its columns ("split K"), for as many units as are free. A
+    product of whole rounds also needs no counter, which would have to be cleared first; a recording waits for that.
     """
     rest = tall % units if units else 0
     count = min(units // rest, _MOST_PARTS, wide // _LEAST_PART) if rest else 1
@@ -207,7 +209,8 @@ def _products(
     rows = (numbers.to(exact) * factors.t()[..., None]).flatten(1)
     stripe = max(_STRIPE // block[0], 1)
     stripes = zip(weight.split(stripe * block[0]), scales.split(stripe), strict=True)
-    return torch.cat([F.linear(rows, expanded(part, by, block, exact)) for part, by in stripes], 1).to(out)
+    with torch.autocast(weight.device.type, enabled=False):
+        return torch.cat([F.linear(rows, expanded(part, by, block, exact)) for part, by in stripes], 1).to(out)
 
 
 def _summed(

@@ -32,6 +32,7 @@ class ReadsOnce(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self._joined: tuple[Joint, ...] | None = None
+        self.register_load_state_dict_post_hook(_lay_out_again)  # type: ignore[no-untyped-call]
 
     def read(self, x: Tensor) -> tuple[Tensor, ...]:
         """[..., D] to each linear map's output."""
@@ -70,13 +71,21 @@ class ReadsOnce(nn.Module):
         )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "ReadsOnce":
-        self._joined = None
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if not self._is_joined():
+            self._joined = None
         return self
 
     def __getstate__(self) -> dict[str, Any]:
         """A copied module is not joined."""
         return self.__dict__ | {"_joined": None}
+
+
+def _lay_out_again(module: ReadsOnce, keys: object) -> None:
+    """The joined maps of a module are none of its submodules, which do so by themselves."""
+    for joint in module.joints:
+        if isinstance(joint.linear, FP8Linear):
+            joint.linear.lay_out()
 
 
 def join_projections(module: nn.Module) -> None:
@@ -107,11 +116,12 @@ def _applied(module: nn.Module) -> Iterator[LinearMap | FP8Linear]:
 
 
 def _products(x: Tensor, linears: Sequence[LinearMap | FP8Linear]) -> Sequence[Tensor]:
-    """x by each of the maps, of which the first alone may be in eight bits."""
-    first, *others = linears
-    if isinstance(first, FP8Linear):
-        return first.beside(x, *(other.weight for other in others))
-    return [linear(x) for linear in linears]
+    """x by each of the maps, those in eight bits first."""
+    first, *rest = linears
+    if not isinstance(first, FP8Linear):
+        return [linear(x) for linear in linears]
+    own, *beside = first.beside(x, *(linear.weight for linear in rest if isinstance(linear, LinearMap)))
+    return [own, *(linear(x) for linear in rest if isinstance(linear, FP8Linear)), *beside]
 
 
 def _joint(linears: dict[str, Linear], block: tuple[int, int] | None) -> Joint:

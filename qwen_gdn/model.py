@@ -12,6 +12,7 @@ from .cache import Branch, HybridCache
 from .checked import checked_count, shown
 from .config import LayerType, ModelConfig
 from .deltanet import GatedDeltaNet
+from .fp8 import check_state
 from .lanes import FreshAttention, FreshDelta, Memory, Pass, Step
 from .layer_cache import KVCache, LayerCache, LayerLayout, empty_delta_cache
 from .mlp import MLP
@@ -88,6 +89,7 @@ class QwenGDN(nn.Module):
         self.lm_head = (
             None if config.tie_word_embeddings else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         )
+        self.register_load_state_dict_pre_hook(check_state)  # type: ignore[no-untyped-call]
 
     @property
     def dtype(self) -> torch.dtype:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .config import ModelConfig
+from .fp8 import check_state
 from .lanes import AttentionLane, Pass, Step
 from .model import DecoderLayer
 from .norms import RMSNorm
@@ -48,6 +49,7 @@ class MTP(nn.Module):
         self.fc = nn.Linear(2 * width, width, bias=False)
         self.layers = nn.ModuleList([DecoderLayer(config, "full_attention")])
         self.norm = RMSNorm(width, eps)
+        self.register_load_state_dict_pre_hook(check_state)  # type: ignore[no-untyped-call]
 
     def forward(self, embedded: Tensor, hidden: Tensor, view: Pass[AttentionLane]) -> Tensor:
         """Embeddings and states, both [B, T, D], to what the head reads, [B, T, D]; `view` has one lane."""

@@ -19,9 +19,9 @@ import qwen_gdn.block_products
 import qwen_gdn.program_set
 from ddtree import generate
 from qwen_gdn import ModelConfig, QwenGDN, Topology, decode
-from qwen_gdn.block_products import E4M3, Part, cut, expanded, multiplies_blocks
+from qwen_gdn.block_products import E4M3, Part, cut, expanded, laid_out, multiplies_blocks
 from qwen_gdn.engine import Engine
-from qwen_gdn.fp8 import FP8Linear, quantised
+from qwen_gdn.fp8 import FP8Linear, keep_in_eight_bits, quantised
 from qwen_gdn.joined import ReadsOnce, join_projections
 from qwen_gdn.recorded import Recorded, compiled, program_settings, unannounced
 from tools.measure.exactness import Referee
@@ -179,22 +179,92 @@ def test_products_in_parts_are_those_of_the_whole(units: int, laid: bool, monkey
             assert gap(beside, x.double() @ other.double().T) <= tolerance
 
 
-def test_scales_that_have_changed_are_laid_out_again_where_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A recording goes on reading that place."""
-    _have_units(monkeypatch, 48)
+def laid_out_model(monkeypatch: pytest.MonkeyPatch, seed: int = 0) -> QwenGDN:
+    """A joined model whose weights are all cut."""
+    _have_units(monkeypatch, 40)
     monkeypatch.setattr(qwen_gdn.block_products, "_LEAST_PART", 4)
-    model, other = (in_eight_bits(tiny_model(seed), (2, 2)) for seed in (0, 1))
+    model = in_eight_bits(tiny_model(seed, dtype=torch.float64), (2, 2))
     join_projections(model)
-    maps = {name: part for name, part in model.named_modules() if isinstance(part, FP8Linear)}
-    before = {name: part._laid.data_ptr() for name, part in maps.items() if part._laid is not None}
-    assert before and not any("in_proj" in name or "gate_proj" in name for name in before)  # joined maps are read
-    model.load_state_dict(other.state_dict())
-    join_projections(model)
-    for name, address in before.items():
-        laid = maps[name]._laid
-        assert laid is not None and laid.data_ptr() == address
-        assert torch.equal(laid.sort().values, maps[name].weight_scale_inv.flatten().sort().values)
-    assert all(part._laid is None for part in model.double().modules() if isinstance(part, FP8Linear))
+    return model
+
+
+def laid(model: QwenGDN) -> dict[str, tuple[FP8Linear, Tensor]]:
+    """The maps of which programs read laid-out scales, joined ones in place of their members."""
+    maps = dict(model.named_modules())
+    for name, part in model.named_modules():
+        if isinstance(part, ReadsOnce):
+            maps |= {f"{name}.{'+'.join(joint.names)}": joint.linear for joint in part.joints}
+    return {name: (part, part._laid) for name, part in maps.items() if getattr(part, "_laid", None) is not None}
+
+
+def test_scales_that_have_changed_are_laid_out_again_where_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A recording goes on reading that place, also where a model reads a state after that."""
+    model = laid_out_model(monkeypatch)
+    before = laid(model)
+    assert any("+" in name for name in before) and not any(name.endswith("in_proj_qkv") for name in before)
+    addresses = {name: tensor.data_ptr() for name, (_, tensor) in before.items()}
+    model.load_state_dict(laid_out_model(monkeypatch, 1).state_dict())
+    after = laid(model)
+    assert {name: tensor.data_ptr() for name, (_, tensor) in after.items()} == addresses
+    for part, tensor in after.values():
+        assert torch.equal(tensor, laid_out(part.weight_scale_inv, part.block))
+
+
+def test_a_program_follows_a_state_that_is_read_after_it_was_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, other = laid_out_model(monkeypatch, 0), laid_out_model(monkeypatch, 1)
+    engine = Engine(model, sizes=(8,))
+    for _ in range(2):
+        tokens, topology = random_tokens(seeded(2), 1, 8), Topology.chain(8)
+        with torch.no_grad():
+            wanted = model(tokens).final
+        assert gap(engine(tokens, engine.new_cache(40).branch(topology)).final, wanted) <= 1e-10
+        model.load_state_dict(other.state_dict())
+
+
+def test_moving_nothing_leaves_what_programs_read_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = laid_out_model(monkeypatch)
+    before = {name: tensor.data_ptr() for name, (_, tensor) in laid(model).items()}
+    assert {name: tensor.data_ptr() for name, (_, tensor) in laid(model.to("cpu").double()).items()} == before
+    assert not laid(model.to("meta"))
+
+
+def test_an_engine_made_in_inference_mode_is_followed_by_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = laid_out_model(monkeypatch)
+    with torch.inference_mode():
+        Engine(model)
+    Engine(model)
+
+
+def test_a_gradient_is_refused() -> None:
+    linear, x = linear_map(64, 96, (16, 32)), activations(3, 96, torch.float32).requires_grad_(True)
+    with pytest.raises(RuntimeError, match=r"no gradient.*eight_bits=.expand"):
+        linear(x)
+    with torch.no_grad():
+        assert not linear(x).requires_grad
+    model = in_eight_bits(tiny_model()).requires_grad_(True)
+    with pytest.raises(RuntimeError, match="no gradient"):
+        model(random_tokens(seeded(1), 1, 8))
+
+
+@pytest.mark.parametrize("shape", [(96,), (0, 96), (2, 3, 96)])
+def test_rows_may_have_any_shape(shape: tuple[int, ...]) -> None:
+    linear = linear_map(64, 96, (16, 32))
+    x = torch.randn(shape, generator=seeded(1))
+    found = linear(x)
+    assert found.shape == (*shape[:-1], 64)
+    assert gap(found.view(-1, 64), by_hand(linear, x.view(-1, 96))) <= 2e-6
+
+
+@pytest.mark.parametrize("x", [torch.zeros(2, 192), torch.zeros(2, 96, dtype=torch.int64)], ids=["width", "type"])
+def test_rows_of_another_kind_are_refused(x: Tensor) -> None:
+    with pytest.raises(ValueError, match=r"96 floating-point columns was given torch\.\w+ of shape \[2, \d+\]"):
+        linear_map(64, 96, (16, 32))(x)
+
+
+def test_autocast_leaves_sums_in_float32() -> None:
+    linear, x = linear_map(64, 96, (16, 32)), activations(5, 96, torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert gap(linear(x), by_hand(linear, x)) <= 2e-6
 
 
 def _beside(linear: FP8Linear, x: Tensor, other: Tensor) -> tuple[Tensor, ...]:
@@ -274,8 +344,79 @@ def test_states_are_read_whole_and_never_cast() -> None:
     tokens = random_tokens(seeded(1), 1, 8)
     with torch.no_grad():
         assert torch.equal(model(tokens).final, other(tokens).final)
-    with pytest.raises(ValueError, match=r"layers\.0\.linear_attn\.\w+\.weight is torch.float32 and would be cast"):
-        model.load_state_dict(tiny_model().state_dict(), strict=False)
+    with pytest.raises(ValueError, match=r"^out_proj.weight is torch.float32 and would be cast to torch.float8"):
+        nn.ModuleDict({"out_proj": linear_map(32, 32, (16, 16))}).load_state_dict(
+            {"out_proj.weight": torch.ones(32, 32)}
+        )
+
+
+MAP = "layers.0.linear_attn.out_proj.weight"
+STATES: dict[str, tuple[Callable[[], QwenGDN], Callable[[dict[str, Tensor]], object], str]] = {
+    "numbers of full width": (
+        lambda: in_eight_bits(tiny_model()),
+        lambda state: [state.update({MAP: state[MAP].float()})],
+        rf"{MAP} is torch.float32 and would be cast to torch.float8_e4m3fn",
+    ),
+    "into maps of full width": (
+        tiny_model,
+        lambda state: None,
+        r"is torch.float8_e4m3fn and would be cast to torch.flo",
+    ),
+    "no scales": (
+        lambda: in_eight_bits(tiny_model()),
+        lambda state: state.pop(MAP + "_scale_inv"),
+        rf"{MAP} is given without (model\.)?{MAP}_scale_inv",
+    ),
+    "scales alone": (
+        lambda: in_eight_bits(tiny_model()),
+        lambda state: state.pop(MAP),
+        rf"{MAP}_scale_inv is given without (model\.)?{MAP};",
+    ),
+}
+
+
+@pytest.mark.parametrize("prefix", ["", "model."], ids=["itself", "a part"])
+@pytest.mark.parametrize(("make", "change", "fault"), STATES.values(), ids=STATES)
+def test_a_state_that_would_part_numbers_from_scales_is_refused_before_anything_is_read(
+    prefix: str, make: Callable[[], QwenGDN], change: Callable[[dict[str, Tensor]], object], fault: str
+) -> None:
+    """Also where what is missing may be."""
+    model, given = make(), in_eight_bits(tiny_model(1)).state_dict()
+    change(given)
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    whole = nn.ModuleDict({"model": model}) if prefix else model
+    with pytest.raises(ValueError, match=fault):
+        whole.load_state_dict({prefix + name: tensor for name, tensor in given.items()}, strict=False)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter.view(torch.uint8), before[name].view(torch.uint8)), name
+
+
+@pytest.mark.parametrize("names", [("0", "1"), ("0", "2"), ("0", "3")], ids=["broken blocks", "a bias", "no map"])
+def test_maps_are_replaced_all_or_none(names: tuple[str, str]) -> None:
+    whole = nn.Sequential(
+        nn.Linear(32, 32, bias=False), nn.Linear(30, 32, bias=False), nn.Linear(32, 32), nn.LayerNorm(32)
+    )
+    with pytest.raises(ValueError, match=r"whole blocks|no linear map without bias"):
+        keep_in_eight_bits(whole, names, (16, 16))
+    assert not any(isinstance(part, FP8Linear) for part in whole)
+
+
+@pytest.mark.parametrize("kinds", [("full", (16, 16)), ((16, 16), (8, 8)), ((8, 8), "full")], ids=str)
+def test_groups_of_any_kinds_are_read_in_their_order(kinds: tuple[object, object]) -> None:
+    """Of the two maps that a feed-forward part reads into."""
+    model = tiny_model(dtype=torch.float64)
+    mlps = [layer.mlp for layer in model.layers]
+    for mlp in mlps:
+        for name, block in zip(mlp.reads, kinds, strict=True):
+            if block != "full":
+                plain = getattr(mlp, name)
+                keep_in_eight_bits(mlp, [name], block)  # type: ignore[arg-type]
+                fill(getattr(mlp, name), plain.weight)
+    tokens, wanted = random_tokens(seeded(1), 1, 20), by_hand_model(model)
+    with torch.no_grad():
+        final = wanted(tokens).final
+        join_projections(model)
+        assert gap(model(tokens).final, final) <= 1e-10
 
 
 def by_hand_model(model: QwenGDN) -> QwenGDN:
