@@ -171,8 +171,9 @@ def _add_models(group: argparse._ArgumentGroup) -> None:
         "--eight-bits",
         choices=get_args(EightBits),
         default=default(load_target, "eight_bits"),
-        help="what becomes of weights stored in eight bits: auto multiplies in eight bits where the device can and "
-        "expands them elsewhere; keep saves memory anywhere; expand is the most exact (default: %(default)s)",
+        help="what becomes of weights stored in eight bits (FP8): auto keeps them where the device multiplies them by "
+        "itself, for bfloat16, and puts activations into eight bits too; elsewhere it expands them. keep keeps them on "
+        "any device, expand on none, which is the most exact (default: %(default)s)",
     )
 
 

@@ -13,7 +13,8 @@ from typing import Any, Literal
 
 import torch
 
-from qwen_gdn.decode import OnStage, Sampler
+from qwen_gdn.decode import HybridModel, OnStage, Sampler
+from qwen_gdn.fp8 import is_in_eight_bits
 from qwen_gdn.history import ContextSampler
 from weights.eight_bits import EightBits
 
@@ -104,11 +105,13 @@ class Options:
         budget = AutoBudget(most=self.max_budget) if self.budget == AUTO else self.budget
         return {"budget": budget, "sampler": self.sampler(), "build": build, "on_stage": on_stage}
 
-    def settings(self) -> dict[str, Any]:
-        """What shapes the text, the prompt and the seed aside."""
+    def settings(self, target: HybridModel) -> dict[str, Any]:
+        """What shapes the text, the prompt and the seed aside, and what the target came to."""
         names = ("target", "drafter", "mode", "budget", "max_budget", "spine", "max_new_tokens", *SAMPLING)
         told = {name: getattr(self, name) for name in (*names, "stop", "chat", "system", "thinking", "engine")}
-        return told if self.budget == AUTO else told | {"max_budget": None}
+        where = {"device": str(target.device), "dtype": str(target.dtype).removeprefix("torch.")}
+        own = where | {"in_eight_bits": is_in_eight_bits(target)}
+        return (told if self.budget == AUTO else told | {"max_budget": None}) | own
 
 
 def parse(argv: Sequence[str] | None = None) -> Options:

@@ -69,6 +69,5 @@ def write(page: Page, events: Stream, watch: Callable[[Stream], Iterator[Event]]
 def as_json(options: Options, outcome: Outcome, figures: Figures, target: HybridModel) -> str:
     """One line, in ASCII: characters at which some readers break lines are escaped."""
     numbers = asdict(figures) | {"target_forwards": figures.target_forwards}
-    where = {"device": str(target.device), "dtype": str(target.dtype).removeprefix("torch.")}
-    settings = options.settings() | where
+    settings = options.settings(target)
     return json.dumps(outcome._asdict() | {"seed": options.seed, "figures": numbers, "settings": settings})

@@ -13,12 +13,12 @@ from qwen_gdn.config import ModelConfig
 from qwen_gdn.decode import checked_prompt
 from qwen_gdn.model import QwenGDN
 from qwen_gdn.mtp import MTPConfig
-from weights import CheckpointError, Tokenizer, load_tokenizer, stop_ids
+from weights import CheckpointError, Tokenizer, load_target, load_tokenizer, stop_ids
 from weights.configs import read_config
 from weights.files import CONFIG_FILES, resolve
 
 from . import drafters
-from .arguments import MTP, UsageError
+from .arguments import MTP, UsageError, default
 from .options import Options
 
 
@@ -58,7 +58,9 @@ def prepare(options: Options) -> Job:
     if prompt_ids:
         checked_prompt(target, prompt_ids, options.max_new_tokens)
         _check_context(len(prompt_ids), options.max_new_tokens, target.config.max_position_embeddings)
-    return Job(tokenizer, prompt_ids, stop_ids(options.target, target.config), tuple(_notes(tokenizer, options)))
+    return Job(
+        tokenizer, prompt_ids, stop_ids(options.target, target.config), tuple(_notes(tokenizer, options, target.config))
+    )
 
 
 def _check_pairing(source: str, target: QwenGDN) -> None:
@@ -111,7 +113,9 @@ def _check_context(prompt: int, new: int, limit: int | None) -> None:
         )
 
 
-def _notes(tokenizer: Tokenizer, options: Options) -> Iterator[str]:
+def _notes(tokenizer: Tokenizer, options: Options, config: ModelConfig) -> Iterator[str]:
+    if options.eight_bits != default(load_target, "eight_bits") and config.quantization is None:
+        yield f"this checkpoint states no weights in eight bits, so --eight-bits {options.eight_bits} changes nothing"
     if options.chat and not options.thinking:
         asked, not_asked = (tokenizer.render_chat(_messages(options), enable_thinking=on) for on in (True, False))
         if asked == not_asked:

@@ -27,8 +27,7 @@ def recorder_for(options: Options, job: Job, target: HybridModel, meter: Meter) 
     """A recorder of the run, if a trace is asked for."""
     if not options.trace:
         return None
-    where = {"device": str(target.device), "dtype": str(target.dtype).removeprefix("torch.")}
-    return Recorder(job.tokenizer, job.prompt_ids, meter, options.settings() | {"seed": options.seed} | where)
+    return Recorder(job.tokenizer, job.prompt_ids, meter, options.settings(target) | {"seed": options.seed})
 
 
 @contextmanager

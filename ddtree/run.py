@@ -20,6 +20,7 @@ import torch
 from tqdm import tqdm
 
 from qwen_gdn.decode import PREFILL_WINDOW, HybridModel, OnStage
+from qwen_gdn.fp8 import is_in_eight_bits
 from weights import load_drafter, load_mtp, load_target
 from weights.files import one_line
 
@@ -132,6 +133,8 @@ def _models(options: Options, meter: Meter) -> Iterator[tuple[HybridModel, Propo
     """The target and what proposes to it, as models, watched while this is open if so asked, or as their programs."""
     drafter = _drafter(options)  # first, for it is small: what is wrong with it shows before a target is read
     target = load_target(options.target, device=options.device, dtype=options.dtype, eight_bits=options.eight_bits)
+    if is_in_eight_bits(target):
+        _say("note: weights in eight bits stay so, and activations become so; --eight-bits expand is more exact")
     if options.engine == "eager":
         with debug_numerics(target, drafter) if options.debug_numerics else nullcontext(target) as watched:
             yield watched, drafter

@@ -38,8 +38,8 @@ class Engine(ModelFace):
     kept. Memory goes from a cache that is dropped to the next one made, with its programs.
 
     Args:
-        model: its projections are joined (`join_projections`). Do not move it afterwards, nor change its weights in another
-            way than by `load_state_dict`.
+        model: its projections are joined (`join_projections`). Do not move it afterwards, nor change its weights in
+            another way than by `load_state_dict`.
         sizes: ascending node counts of tree programs.
         chunks: ascending token counts of programs that read prompts, such as (128, 512, 2048); without any, the model
             itself reads them.

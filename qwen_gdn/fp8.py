@@ -153,9 +153,10 @@ def keep_in_eight_bits(module: nn.Module, names: Iterable[str], block: tuple[int
         setattr(module.get_submodule(parent), leaf, linear)
 
 
-def is_in_eight_bits(module: nn.Module) -> bool:
-    """Whether some linear map of the module is."""
-    return any(isinstance(part, FP8Linear) for part in module.modules())
+def is_in_eight_bits(model: object) -> bool:
+    """Whether some linear map is, of a module or of the model that an engine runs."""
+    module = model if isinstance(model, nn.Module) else getattr(model, "model", None)
+    return isinstance(module, nn.Module) and any(isinstance(part, FP8Linear) for part in module.modules())
 
 
 def quantised(rows: Tensor, width: int) -> BlockRows:

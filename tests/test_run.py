@@ -279,22 +279,6 @@ def test_characters_that_the_output_cannot_spell_do_not_end_the_run(
 
 
 @pytest.mark.case(60)
-@pytest.mark.parametrize(("given", "wanted"), [((), "auto"), (("--eight-bits", "keep"), "keep")])
-def test_what_becomes_of_eight_bits_is_the_loaders(
-    run: Run, pair: list[object], given: tuple[str, ...], wanted: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[object] = []
-
-    def load(source: object, *, eight_bits: str, **options: object) -> object:
-        asked.append(eight_bits)
-        return original(source, eight_bits=eight_bits, **options)
-
-    original = cli.load_target
-    monkeypatch.setattr(cli, "load_target", load)
-    assert run(*pair, "--prompt", "x", "--max-new-tokens", 2, *given).status == 0
-    assert asked == [wanted]
-
-
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_all_modes_and_budgets_write_the_same_tokens(run: Run, pair: list[object], dtype: str) -> None:
     ask = [*pair, "--prompt", "def fibonacci(n):", "--max-new-tokens", 24, "--dtype", dtype, "--json"]

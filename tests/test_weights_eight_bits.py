@@ -1,23 +1,27 @@
 """Checkpoints in eight bits: what a block's scale makes of its numbers, and every way in which the two can disagree."""
 
+import inspect
+import json
 import logging
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import checkpoints as ck
 import pytest
+import scribe
 import torch
 from tiny import EXPERTS
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import ddtree.run as cli
 import weights.shards
-from qwen_gdn import ModelConfig, QwenGDN
+from qwen_gdn import ModelConfig, QwenGDN, decode
 from qwen_gdn.block_products import expanded
 from qwen_gdn.fp8 import FP8Linear
-from weights import CheckpointError, load_mtp, load_target
+from weights import CheckpointError, load_mtp, load_target, load_tokenizer, read_mtp, read_target
 
 FORM = {
     "quant_method": "fp8",
@@ -452,3 +456,60 @@ class Allocated(TorchDispatchMode):
     def _tensors(made: Any) -> Iterator[torch.Tensor]:
         parts = made if isinstance(made, tuple | list) else (made,)
         return (part for part in parts if isinstance(part, torch.Tensor))
+
+
+@pytest.fixture(scope="module")
+def release(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target in eight bits with an MTP module, and a tokenizer."""
+    raw = whole_blocks(vocab_size=scribe.VOCAB, eos_token_id=0, mtp_num_hidden_layers=1)
+    raw["mtp_use_dedicated_embeddings"] = False
+    wild = {name: 4 * tensor for name, tensor in ck.target_tensors(raw).items()}
+    own = ck.mtp_tensors(raw)
+    stored = ck.as_stored(quantised(wild, (16, 16))) | {"mtp.fc.weight": own.pop("mtp.fc.weight")}
+    form = SMALL | {"modules_to_not_convert": [*FORM["modules_to_not_convert"], "mtp.fc"]}
+    whole = stored | quantised(own, (16, 16))
+    folder = ck.write(tmp_path_factory.mktemp("release"), ck.nested(raw, quantization_config=form), whole)
+    return scribe.write_tokenizer(folder)
+
+
+def said(capsys: pytest.CaptureFixture[str], *options: object) -> tuple[dict[str, Any], str]:
+    ask = ("--prompt", scribe.PROMPT, "--max-new-tokens", 24, "--device", "cpu", "--json", *options)
+    assert cli.main([str(part) for part in ask]) == 0
+    out, err = capsys.readouterr()
+    return json.loads(out.splitlines()[-1]), err
+
+
+@pytest.mark.parametrize("drafter", [(), ("--drafter", "mtp")], ids=["plain", "mtp"])
+def test_the_command_keeps_or_expands_as_it_is_asked_and_says_so(
+    release: Path, drafter: tuple[str, ...], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    for name in ("load_target", "load_mtp"):
+        load = getattr(cli, name)
+        told = lambda *source, load=load, **how: asked.append(how["eight_bits"]) or load(*source, **how)  # noqa: E731
+        monkeypatch.setattr(cli, name, told)
+    texts = {}
+    for choice in ("auto", "expand", "keep"):
+        given = () if choice == "auto" else ("--eight-bits", choice)
+        run, err = said(capsys, "--target", release, *drafter, *given)
+        texts[choice] = run["ids"]
+        assert run["settings"]["in_eight_bits"] == (choice == "keep") == ("activations become so" in err)
+        assert asked == [choice] * (1 + len(drafter) // 2)
+        asked.clear()
+    assert texts["auto"] == texts["expand"] != texts["keep"]
+    kept, whole = (load_target(release, eight_bits=choice, dtype=torch.float32) for choice in ("keep", "expand"))
+    prompt = load_tokenizer(release).encode(scribe.PROMPT)
+    for model, choice in ((kept, "keep"), (whole, "expand")):
+        assert list(decode(model, prompt, max_new_tokens=24, stop_ids=(0,))) == texts[choice]
+
+
+def test_a_choice_that_changes_nothing_is_told(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    target = scribe.write_scribe(tmp_path)
+    for choice, told in (("keep", True), ("expand", True), ("auto", False)):
+        _, err = said(capsys, "--target", target, "--eight-bits", choice)
+        assert (f"no weights in eight bits, so --eight-bits {choice} changes nothing" in err) == told
+
+
+@pytest.mark.parametrize("load", [load_target, load_mtp, read_target, read_mtp])
+def test_eight_bits_stay_where_they_can_unless_asked_otherwise(load: Callable[..., object]) -> None:
+    assert inspect.signature(load).parameters["eight_bits"].default == "auto"
