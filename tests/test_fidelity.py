@@ -1,4 +1,4 @@
-"""How far eight bits are from expanded weights: figures that a fault would change, and that rounding explains."""
+"""How far eight bits are from expanded weights: the figures against whole forwards of the same models."""
 
 import copy
 from typing import Any
@@ -7,60 +7,76 @@ import pytest
 import torch
 from eight_bits import in_eight_bits
 from tiny import EXPERTS, gap, random_tokens, seeded, tiny_model
-from torch import Tensor
+from torch import Tensor, nn
 
-import tools.measure.fidelity
+from qwen_gdn import ModelConfig, QwenGDN
 from qwen_gdn.fp8 import FP8Linear
-from tools.measure.fidelity import measure, with_expanded_weights
+from tools.measure.fidelity import TOKENS, measure, with_expanded_weights
+from tools.measure.instruments import random_weights
 from tools.parity.shapes import tiny
 
 EIGHT_BITS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [16, 16]}
-MIXTURE = EXPERTS | {"shared_expert_intermediate_size": 16}
 CPU = torch.device("cpu")
 
 
-def found(dtype: torch.dtype = torch.float32, **changes: Any) -> dict[str, Any]:
+def config(**changes: Any) -> dict[str, Any]:
+    return tiny() | changes | {"quantization_config": EIGHT_BITS}
+
+
+def rms(a: Tensor, b: Tensor) -> float:
+    return float((a.double() - b.double()).norm() / b.double().norm())
+
+
+def same_tokens(model: QwenGDN, a: Tensor, b: Tensor) -> float:
+    """Of states before the final norm, in float32."""
+    exact = copy.deepcopy(model).float() if model.dtype != torch.float64 else model
+    one, other = (exact.logits(exact.norm(x.to(exact.dtype))).argmax(-1) for x in (a, b))
+    return float((one == other).double().mean())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("changes", [{}, EXPERTS], ids=["dense", "experts"])
+def test_figures_are_those_of_whole_forwards(changes: dict[str, object], dtype: torch.dtype) -> None:
+    """Layers by themselves are met where the exact model calls them, by hooks."""
     lines: list[str] = []
-    raw = tiny() | changes | {"quantization_config": EIGHT_BITS}
-    figures = measure(raw, CPU, dtype, lines.append)
-    count = raw["num_hidden_layers"]
-    assert [line.partition(":")[0] for line in lines] == [*(f"layer {i}" for i in range(count)), "logits"]
-    assert len(figures["layers"]) == count
-    assert figures["top1"] == {name: own["top1"] for name, own in figures["layers"][-1].items()}
-    return figures
+    figures = measure(config(**changes), CPU, dtype, lines.append)
+    torch.manual_seed(0)
+    eight = random_weights(QwenGDN, ModelConfig.from_dict(config(**changes)), CPU, dtype)
+    full = with_expanded_weights(eight, dtype)
+    exact = copy.deepcopy(full).to(torch.promote_types(dtype, torch.float32))
+    met: list[dict[str, float]] = []
 
+    def meet(layer: nn.Module, given: tuple[Any, ...], out: Tensor) -> None:
+        x, lane, step = given
+        i, rope = len(met) // 2, type(step.rope)(*(part.to(dtype) for part in step.rope))
+        x = x.to(dtype)
+        added = layer.forward(x.to(out.dtype), type(lane)(), step) - x
+        for model in (eight, full):
+            own = model.layers[i](x, type(lane)(), step._replace(rope=rope))
+            error = rms(own.double() - x.double(), added)
+            met.append({"alone": error, "alone_top1": same_tokens(full, own, added + x)})
 
-@pytest.mark.parametrize("changes", [{}, MIXTURE], ids=["dense", "experts"])
-def test_errors_are_what_three_bits_of_mantissa_make(changes: dict[str, object]) -> None:
-    figures = found(**changes)
-    for one in figures["layers"]:
-        eight, full = one["eight bits"], one["float32"]
-        assert 1e-3 < eight["alone"] < 0.2 and 1e-4 < eight["together"] < 0.5 and 0.2 < eight["top1"] <= 1
-        assert full["alone"] < 1e-5 and full["together"] < 1e-5 and full["top1"] == full["alone_top1"] == 1
-        assert 0.6 < eight["alone_top1"] <= 1
-    assert figures["logits"]["float32"] < 1e-5 < 1e-3 < figures["logits"]["eight bits"] < 0.6
-
-
-def test_rounding_to_bfloat16_is_a_smaller_error() -> None:
-    figures = found(torch.bfloat16)
-    for one in figures["layers"]:
-        for what in ("alone", "together"):
-            assert 1e-4 < one["bfloat16"][what] < one["eight bits"][what]
-    assert figures["top1"]["bfloat16"] > figures["top1"]["eight bits"]
-
-
-def test_what_is_no_error_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Activations left as they are: then weights are the expanded ones."""
-
-    def full_rows(self: FP8Linear, x: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
-        weight = tools.measure.fidelity.expanded(self.weight, self.weight_scale_inv, self.block, x.dtype)
-        return (x @ weight.T, *(x @ other.T for other in others))
-
-    monkeypatch.setattr(FP8Linear, "beside", full_rows)
-    figures = found()
-    eight = [one["eight bits"] for one in figures["layers"]]
-    assert all(one["alone"] < 1e-5 and one["together"] < 1e-5 and one["top1"] == 1 for one in eight)
-    assert figures["logits"]["eight bits"] < 1e-5
+    hooks = [layer.register_forward_hook(meet) for layer in exact.layers]
+    tokens = torch.randint(exact.config.vocab_size, (1, TOKENS), generator=torch.Generator().manual_seed(0))
+    ids = range(len(exact.layers))
+    with torch.no_grad():
+        wanted = exact(tokens, capture=ids)
+        for hook in hooks:
+            hook.remove()
+        for side, (name, model) in enumerate((("eight bits", eight), (str(dtype).removeprefix("torch."), full))):
+            found = model(tokens, capture=ids)
+            for i in ids:
+                own = figures["layers"][i][name]
+                ours, theirs = found.captured[i], wanted.captured[i]
+                assert own["together"] == pytest.approx(rms(ours, theirs), rel=1e-3, abs=1e-6), (name, i)
+                assert own["top1"] == same_tokens(full, ours, theirs), (name, i)
+                assert own["alone"] == pytest.approx(met[2 * i + side]["alone"], rel=1e-3, abs=1e-6), (name, i)
+                assert own["alone_top1"] == met[2 * i + side]["alone_top1"], (name, i)
+            last = (full.norm(state.captured[-1].to(exact.dtype)).to(exact.dtype) for state in (found, wanted))
+            logits = [exact.logits(state) for state in last]
+            assert figures["logits"][name] == pytest.approx(rms(*logits), rel=1e-2, abs=1e-6)
+            assert figures["top1"][name] == figures["layers"][-1][name]["top1"]
+    assert [line.partition(":")[0] for line in lines] == [*(f"layer {i}" for i in ids), "logits"]
 
 
 def test_expanded_weights_leave_the_model_alone_and_share_the_rest() -> None:

@@ -41,5 +41,7 @@ def test_each_target_is_held_against_its_floor_and_the_first(monkeypatch: pytest
                 assert len(one["turns"]) == TURNS and one["ms"] == median(one["turns"])
                 assert one["ratio"] == pytest.approx(one["ms"] / first["prefixes"][prefix][forward]["ms"])
                 assert (one["experts"] > 0) == (name == "experts")
+                if forward == "plain":
+                    assert one["experts"] == (2 * 8 if name == "experts" else 0)  # two a token in each of eight layers
     assert found["eight bits"]["always"] < 0.5 * first["always"]
     assert all(any(line.startswith(name) for line in lines) for name in shapes)

@@ -278,7 +278,6 @@ def test_characters_that_the_output_cannot_spell_do_not_end_the_run(
 # How tokens are decided.
 
 
-@pytest.mark.case(60)
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_all_modes_and_budgets_write_the_same_tokens(run: Run, pair: list[object], dtype: str) -> None:
     ask = [*pair, "--prompt", "def fibonacci(n):", "--max-new-tokens", 24, "--dtype", dtype, "--json"]

@@ -157,9 +157,9 @@ def simulated(options: argparse.Namespace) -> Result:
 def forwards(options: argparse.Namespace) -> Result:
     """Times of plain steps and verifies of several targets."""
     files = options.target_config
-    names = [f"{file.parent.name}/{file.stem}" for file in files]
-    if len(set(names)) < len(names):
-        raise ValueError(f"two of the configs go by one name, {', '.join(sorted(names))}; rename a file")
+    names = [f"{file.resolve().parent.name}/{file.stem}" for file in files]
+    if doubled := {name for name in names if names.count(name) > 1}:
+        raise ValueError(f"two of the configs go by one name, {min(doubled)}; leave one out, or rename its file")
     run = _Run(options)
     targets = {name: run.shape(file, None) for name, file in zip(names, files, strict=True)}
     return run.result(measure_forwards(targets, options.device, run.dtype, run.announce, run.say, run.keep))
@@ -167,7 +167,7 @@ def forwards(options: argparse.Namespace) -> Result:
 
 def fidelity(options: argparse.Namespace) -> Result:
     """Errors of a target in eight bits, and whether its likeliest tokens change."""
-    run = _Run(options)
+    run = _Run(options, usual=torch.bfloat16)
     raw = run.shape(options.target_config[0], None).target
     return run.result(measure_fidelity(raw, options.device, run.dtype, run.say))
 
@@ -183,10 +183,12 @@ def _on_device(options: argparse.Namespace, measured: Callable[..., dict[str, An
 class _Run:
     """A long measurement on a device: it says what it finds as it goes, and keeps it."""
 
-    def __init__(self, options: argparse.Namespace) -> None:
+    def __init__(self, options: argparse.Namespace, usual: torch.dtype | None = None) -> None:
+        """`usual` is the dtype if none is asked for; None for that of the device."""
         self._options = options
         self._lines: list[str] = []
-        self.dtype = DTYPES[options.dtype or ("bfloat16" if options.device.type == "cuda" else "float32")]
+        usual = usual or (torch.bfloat16 if options.device.type == "cuda" else torch.float32)
+        self.dtype = DTYPES[options.dtype] if options.dtype else usual
 
     def shape(self, target: Path, drafter: Path | None) -> Shape:
         options = self._options

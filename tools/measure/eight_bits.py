@@ -4,6 +4,7 @@ import torch
 from torch import nn
 
 from qwen_gdn import QwenGDN
+from qwen_gdn.block_products import has_whole_blocks
 from qwen_gdn.fp8 import GREATEST, FP8Linear, keep_in_eight_bits
 from qwen_gdn.quantised import PROJECTIONS
 from weights.names import target_parameter
@@ -14,13 +15,17 @@ _SCALES = (1e-4, 3e-4)  # so that a weight's spread is about 0.02
 
 
 def put_in_eight_bits(model: nn.Module) -> None:
-    """Makes those linear maps `FP8Linear`s, still empty, that a model's config says are stored so; experts stay."""
+    """Makes those linear maps `FP8Linear`s, still empty, that a model's config says are stored so.
+
+    Experts and what is not made of whole blocks stay, as a loader expands them.
+    """
     form = model.config.quantization if isinstance(model, QwenGDN) else None
     if form is None:
         return
     excluded = {target_parameter(f"{name}.weight") for name in form.excluded}
-    linears = (name for name, part in model.named_modules() if isinstance(part, nn.Linear))
-    names = [n for n in linears if n.rpartition(".")[2] in PROJECTIONS and f"{n}.weight" not in excluded]
+    linears = {name: part for name, part in model.named_modules() if isinstance(part, nn.Linear)}
+    whole = [name for name, linear in linears.items() if has_whole_blocks(tuple(linear.weight.shape), form.block)]
+    names = [n for n in whole if n.rpartition(".")[2] in PROJECTIONS and f"{n}.weight" not in excluded]
     keep_in_eight_bits(model, names, form.block)
 
 

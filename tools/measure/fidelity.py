@@ -1,10 +1,11 @@
-"""How far a model in eight bits is from float32 and its expanded weights, layer by layer, beside its usual dtype.
+"""How far a model in eight bits is from its expanded weights, layer by layer, beside the usual arithmetic on those.
 
-Errors are root mean squares relative to those of what they are errors of. Of a layer by itself it is the error of what
-it adds to the input that float32 gives it; with the layers before it, that of its output, in which later layers have
-made something of earlier errors. Beside each stands the share of rows whose likeliest token is float32's, as the
-model's own norm and head tell it of the layer's output, in float32. Random weights amplify errors and have no clear
-favourite, so both are to be read beside what rounding to the usual dtype does to the same weights.
+Weights are expanded to the dtype, as a loader does it; the yardstick is float32 arithmetic on them. Errors are root
+mean squares relative to those of what they are errors of. Of a layer by itself it is the error of what it adds to the
+input that the yardstick gives it; with the layers before it, that of its output, in which later layers have made
+something of earlier errors. Beside each stands the share of rows whose likeliest token is the yardstick's, as the
+model's own norm and head tell it of the layer's output. Random weights amplify errors and have no clear favourite, so
+both are to be read beside what rounding to the dtype does to the same weights.
 """
 
 import copy
@@ -20,6 +21,7 @@ from qwen_gdn.block_products import expanded
 from qwen_gdn.fp8 import FP8Linear
 from qwen_gdn.lanes import FreshAttention, FreshDelta, Step
 from qwen_gdn.model import DecoderLayer
+from qwen_gdn.norms import at_least_float32
 from qwen_gdn.rope import rotation
 from tools.measure.instruments import random_weights
 from tools.parity.report import rms_error
@@ -45,19 +47,19 @@ def measure(
     tokens = torch.randint(config.vocab_size, (1, TOKENS), generator=torch.Generator().manual_seed(0)).to(device)
     likeliest = _Head(eight)
     states = {name: model.embed(tokens) for name, model in sides.items()}
-    exact = eight.embed(tokens).float()
+    exact = at_least_float32(eight.embed(tokens))
     layers: list[dict[str, Any]] = []
     *_, full = sides.values()
     for i, layer in enumerate(full.layers):
-        wide = copy.deepcopy(layer).float()
+        wide = copy.deepcopy(layer).to(exact.dtype)
         given = exact.to(dtype)
-        wanted, exact = _through(wide, given.float(), config), _through(wide, exact, config)
+        wanted, exact = _through(wide, given.to(exact.dtype), config), _through(wide, exact, config)
         one: dict[str, Any] = {}
         for name, model in sides.items():
             alone = _through(model.layers[i], given, config)
             states[name] = _through(model.layers[i], states[name], config)
             one[name] = {
-                "alone": rms_error(alone - given.float(), wanted - given.float()),
+                "alone": rms_error(alone.double() - given.double(), wanted.double() - given.double()),
                 "alone_top1": likeliest.agreement(alone, wanted),
                 "together": rms_error(states[name], exact),
                 "top1": likeliest.agreement(states[name], exact),
@@ -84,14 +86,14 @@ def with_expanded_weights(model: QwenGDN, dtype: torch.dtype) -> QwenGDN:
 
 
 class _Head:
-    """Norm and head of a model in float32."""
+    """Norm and head of a model in float32 or wider."""
 
     def __init__(self, model: QwenGDN) -> None:
-        self._norm = copy.deepcopy(model.norm).float()
-        self._weight = (model.embed_tokens if model.lm_head is None else model.lm_head).weight.float()
+        self._weight = at_least_float32((model.embed_tokens if model.lm_head is None else model.lm_head).weight)
+        self._norm = copy.deepcopy(model.norm).to(self._weight.dtype)
 
     def logits(self, x: Tensor) -> Tensor:
-        return F.linear(self._norm(x.float()), self._weight)
+        return F.linear(self._norm(at_least_float32(x)), self._weight)
 
     def agreement(self, ours: Tensor, theirs: Tensor) -> float:
         """The share of rows whose likeliest token is the same."""

@@ -68,6 +68,7 @@ def parse(
 def circumstances(options: argparse.Namespace) -> dict[str, Any]:
     """What a measurement used, for its JSON object."""
     names = ("target", "drafter", "dtype", "threads", "budgets", "max_new_tokens", "rounds")
+    names += ("layers", "sizes", "prefixes", "chunks")
     used = USED[options.measure.__name__]
     where = {"device": str(options.device)} if "device" in used else {}
     return {name: getattr(options, name) for name in names if name in used} | where | {"torch": torch.__version__}
@@ -84,7 +85,11 @@ def _add_pair(parser: ToolParser) -> None:
     add("--max-new-tokens", type=whole(2), help="default: 64")
     add("--threads", type=whole(1), help="of torch (default: 2)")
     add("--device", type=device, help="cpu, cuda or cuda:N (default: cpu)")
-    add("--dtype", choices=DTYPES, help="default: float32 on a CPU, the checkpoint's on CUDA")
+    add(
+        "--dtype",
+        choices=DTYPES,
+        help="default: float32 on a CPU, the checkpoint's on CUDA, where there is none bfloat16, as with --fidelity",
+    )
 
 
 def _add_gpu(parser: ToolParser) -> None:
