@@ -327,6 +327,9 @@ def test_features_of_another_shape_are_refused(shape: tuple[int, ...]) -> None:
 def test_nothing_kept_or_proposed_carries_a_gradient_and_the_grad_mode_stays() -> None:
     drafter, _ = bound_drafter(layered("s", "f"))
     drafter.observe(features_of(9).requires_grad_())
-    assert all(part.grad_fn is None and not part.requires_grad for rows in drafter._context.layers for part in rows)
+    (waiting,) = drafter._context.waiting
+    assert waiting.grad_fn is None and not waiting.requires_grad
     assert not drafter.propose(1).requires_grad
+    kept = [part for rows in drafter._context.layers for part in rows]
+    assert kept and all(part.grad_fn is None and not part.requires_grad for part in kept)
     assert torch.is_grad_enabled()

@@ -68,9 +68,10 @@ def parse(
 def circumstances(options: argparse.Namespace) -> dict[str, Any]:
     """What a measurement used, for its JSON object."""
     names = ("target", "drafter", "dtype", "threads", "budgets", "max_new_tokens", "rounds")
-    names += ("layers", "sizes", "prefixes", "chunks")
+    names += ("sizes", "prefixes", "chunks")
     used = USED[options.measure.__name__]
     where = {"device": str(options.device)} if "device" in used else {}
+    where |= {"first_layers": options.layers} if "layers" in used else {}
     return {name: getattr(options, name) for name in names if name in used} | where | {"torch": torch.__version__}
 
 
